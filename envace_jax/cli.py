@@ -1,0 +1,150 @@
+"""`envace`: the command line. Thin: each verb reads its configuration and calls one function of one package.
+
+Packages are imported inside the verb, so that `--help` and configuration errors come at once, without loading jax
+kernels. An error that a user can mend is one red line and exit status 2; Ctrl-C is one line and 130.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from envace_jax import __version__
+from envace_jax.errors import EnvaceError
+
+app = typer.Typer(
+    name="envace",
+    help="Train, run and measure agents that rehearse their world.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+evaluate_app = typer.Typer(help="Measure a model.", no_args_is_help=True, rich_markup_mode="markdown")
+app.add_typer(evaluate_app, name="evaluate")
+
+ConfigArg = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file.", show_default=False),
+]
+
+
+def _example(command: str, *more: str) -> str:
+    lines = "\n\n".join(f"    {line}" for line in (command, *more))
+    return f"Example:\n\n{lines}"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"envace {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    # Compiled programs are kept between runs; the variable must be set before jax is imported.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "envace-jax" / "xla"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+
+
+@app.command(epilog=_example("envace train configs/mini.yaml", "envace train configs/mini.yaml train.steps=20 seed=1"))
+def train(config: ConfigArg, overrides: Overrides = None) -> None:
+    """Train by role-wise GRPO; resumes by itself when output_dir holds a checkpoint."""
+    from envace_jax import train
+    from envace_jax.config import load_config
+
+    train.run(load_config(config, overrides or ()))
+
+
+@app.command(epilog=_example("envace sft configs/mini_sft.yaml", "envace sft configs/mini_sft.yaml train.steps=100"))
+def sft(config: ConfigArg, overrides: Overrides = None) -> None:
+    """Supervised warm start on both roles."""
+    from envace_jax import train
+    from envace_jax.config import SFTConfig, load_config
+
+    train.sft(load_config(config, overrides or (), SFTConfig))
+
+
+@app.command(epilog=_example("envace rollout configs/mini.yaml --out episodes.jsonl rollout.tasks_per_step=4"))
+def rollout(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Where the trajectories go.")] = Path("trajectories.jsonl"),
+) -> None:
+    """Sample one step's episodes to JSONL, no training."""
+    from envace_jax import rollout
+    from envace_jax.config import load_config
+
+    rollout.run(load_config(config, overrides or ()), out)
+
+
+@evaluate_app.command(epilog=_example("envace evaluate mini models/qwen3_mini --tasks 128"))
+def mini(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="HF directory or run directory.", show_default=False)],
+    tasks: Annotated[int, typer.Option(help="How many tasks.", min=1)] = 64,
+    split: Annotated[str, typer.Option(help="Which tasks.")] = "test",
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0.0)] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus.", min=0.0, max=1.0)] = 0.95,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+) -> None:
+    """Success in the mini world's real environment."""
+    from envace_jax import evaluate
+
+    evaluate.mini(model, tasks=tasks, split=split, temperature=temperature, top_p=top_p, seed=seed)
+
+
+@app.command(epilog=_example("envace export runs/mini exported/mini"))
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or a checkpoint.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New HF directory.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Turn a checkpoint into a Hugging Face directory that vLLM, SGLang and transformers read."""
+    from envace_jax import train
+
+    train.export(source, out, dtype=dtype)
+
+
+@app.command("import", epilog=_example("envace import Qwen3-8B checkpoints/qwen3-8b"))
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="HF directory.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New checkpoint directory.", show_default=False)],
+) -> None:
+    """Turn a Hugging Face directory into a checkpoint."""
+    from envace_jax import train
+
+    train.import_hf(source, out)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of `envace`; always ends by `SystemExit`."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        status = app(args=args, standalone_mode=False)
+    except EnvaceError as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        console.print("interrupted", style="yellow")
+        sys.exit(130)
+    except Exception as error:
+        # A usage error (unknown verb or option) knows how to show itself; its class has moved between typer's versions.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            sys.exit(error.exit_code)
+        raise
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""The schema of a run: one frozen dataclass per section, the defaults of the paper's release where it states them.
+
+A field's type is its check: `Literal` lists the choices, `X | None` allows null. Relations between fields are checked
+in `__post_init__`, which raises `ConfigError`. Lengths are in tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envace_jax.errors import ConfigError
+from envace_jax.grpo import GRPOConfig
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or value > 0, f"{section}.{name} must be positive, found {value}")
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """An OpenAI-compatible chat endpoint: a judge or an external simulator."""
+
+    base_url: str | None = None
+    model: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"  # the variable's name: keys never stand in a configuration
+    temperature: float = 0.6
+    top_p: float = 0.8
+    max_new_tokens: int = 6000
+    timeout_s: float = 120.0
+    tries: int = 5
+    max_in_flight: int = 500
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Which tasks the run draws from."""
+
+    kind: Literal["mini", "checklist"] = "mini"  # the embedded world, or checklist records from files
+    path: str | None = None  # JSON, parquet or TFDS directory; needed by `checklist`
+    split: str = "train"
+    visibility: Literal["full", "partial"] = "full"  # mini: how much of the world's state the prompt shows
+    size: int | None = None  # how many tasks; null: all there are
+    seed: int = 0
+    skip_bad: bool = False  # leave unreadable records out (counted) and go on
+    max_prompt_tokens: int | None = 4000  # tasks whose first prompt is longer are left out
+
+    def __post_init__(self) -> None:
+        _require(self.kind != "checklist" or self.path is not None, "tasks.path must be set when tasks.kind=checklist")
+        _require_positive("tasks", self, "size", "max_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """Where the response to a tool call comes from, and what of the past stays in view."""
+
+    kind: Literal["rehearsal", "external", "real", "mixed"] = "rehearsal"
+    form: Literal["inline", "simulator"] = "inline"
+    history_reasoning: Literal["keep", "drop"] = "keep"
+    reference_results: bool = False  # show the recorded calls and results to the rehearsal role
+    real_fraction: float = 0.5  # mixed: share of a step's episodes that run in the real world
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # external: who simulates
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.real_fraction <= 1.0, f"world.real_fraction is a share, found {self.real_fraction}")
+        _require(
+            self.kind != "external" or self.endpoint.base_url is not None,
+            "world.endpoint.base_url must be set when world.kind=external",
+        )
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How episodes are sampled."""
+
+    group_size: int = 4  # episodes per task
+    tasks_per_step: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    thinking: bool = True
+    max_turns: int = 30  # assistant turns per episode
+    max_length: int = 20000  # episode, prompt included
+    turn_tokens: int = 8000  # one act generation
+    response_tokens: int = 2000  # one rehearse generation
+    engine: Literal["hosted", "fused"] = "fused"
+    slots: int | None = None  # rows of the KV cache; null: one per episode of a step
+    look_every: int = 64  # fused: tokens between two looks of the host
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "rollout",
+            self,
+            "group_size",
+            "tasks_per_step",
+            "max_turns",
+            "max_length",
+            "turn_tokens",
+            "response_tokens",
+            "slots",
+            "look_every",
+        )
+        _require(self.temperature > 0, f"rollout.temperature must be positive, found {self.temperature}")
+        _require(0 < self.top_p <= 1, f"rollout.top_p must lie in (0, 1], found {self.top_p}")
+        _require(self.top_k >= 0, f"rollout.top_k must be 0 (off) or positive, found {self.top_k}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-p or top-k cut the sampling distribution."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How an episode is scored."""
+
+    judge: EndpointConfig = field(default_factory=EndpointConfig)  # checklist tasks without rule verdicts
+    empty_penalty: float = 0.1  # taken from an empty generation's own reward
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """The arguments of `envace_jax.grpo.role_advantages`."""
+
+    baseline: Literal["trajectory", "generation"] = "trajectory"
+    by_role: bool = True
+    scale_by_std: bool = False
+    leave_one_out: bool = False
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and how a batch is cut to fit; shared by both kinds of training."""
+
+    steps: int = 470
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    weight_decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.999
+    grad_clip: float | None = 1.0  # global norm; null: off
+    micro_batch: int = 8  # rows per forward and backward pass
+    row_length: int | None = None  # width of a packed row; null: the longest episode allowed
+    remat: bool = True
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
+    save_every: int = 10  # steps between checkpoints
+    keep: int | None = 3  # checkpoints kept; null: all
+
+    def __post_init__(self) -> None:
+        _require_positive("train", self, "steps", "learning_rate", "grad_clip", "micro_batch", "row_length")
+        _require_positive("train", self, "save_every", "keep")
+        _require(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, found {self.warmup_steps}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(OptimConfig):
+    """Reinforcement learning: the optimizer's settings and where the old log-probabilities come from."""
+
+    old_logps: Literal["current", "recompute", "sampler"] = "current"
+    updates_per_batch: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("train", self, "updates_per_batch")
+        _require(
+            self.old_logps != "current" or self.updates_per_batch == 1,
+            "train.old_logps=current is exact at one update per batch only: "
+            "set train.old_logps=recompute or train.updates_per_batch=1",
+        )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the device mesh's axes."""
+
+    data: int = -1  # -1: all devices the other axes leave
+    fsdp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.data == -1 or self.data > 0, f"mesh.data must be -1 (the rest) or positive, found {self.data}")
+        _require_positive("mesh", self, "fsdp", "tp")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation during training."""
+
+    every: int = 0  # steps between evaluations; 0: never
+    tasks: int = 64
+    split: str = "test"
+    temperature: float = 0.6
+    top_p: float = 0.95
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"evaluation.every must be 0 (never) or positive, found {self.every}")
+        _require_positive("evaluation", self, "tasks", "top_p")
+        _require(self.temperature >= 0, f"evaluation.temperature must not be negative, found {self.temperature}")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run writes beside its checkpoints."""
+
+    tensorboard: bool = True
+    trajectories_every: int = 10  # steps between trajectory dumps; 0: never
+    print_every: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.trajectories_every >= 0, "logging.trajectories_every must be 0 (never) or positive")
+        _require_positive("logging", self, "print_every")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A reinforcement-learning run: `envace train`, `envace rollout`."""
+
+    model: str  # HF directory; a preset name where no weights are needed
+    output_dir: str
+    seed: int = 0
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        # The correction compares untruncated log-probabilities with a sampler that drew from the truncated distribution.
+        _require(
+            self.grpo.sampler_correction == "none" or not self.rollout.truncates,
+            f"grpo.sampler_correction={self.grpo.sampler_correction} needs the full sampling distribution: "
+            "set rollout.top_p=1 and rollout.top_k=0, or grpo.sampler_correction=none",
+        )
+        _require(
+            self.grpo.sampler_correction == "none" or self.train.old_logps != "sampler",
+            f"grpo.sampler_correction={self.grpo.sampler_correction} is always 1 with train.old_logps=sampler: "
+            "set train.old_logps=current or recompute, or grpo.sampler_correction=none",
+        )
+
+
+@dataclass(frozen=True)
+class SFTDataConfig:
+    """What the warm start imitates: recorded conversations, both roles."""
+
+    kind: Literal["mini", "jsonl"] = "mini"  # demonstrations of the embedded world, or trajectories from a file
+    path: str | None = None  # needed by `jsonl`
+    visibility: Literal["full", "partial"] = "full"
+    size: int = 20000  # demonstrations
+    seed: int = 0
+    thinking: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.kind != "jsonl" or self.path is not None, "data.path must be set when data.kind=jsonl")
+        _require_positive("data", self, "size")
+
+
+@dataclass(frozen=True)
+class SFTTrainConfig(OptimConfig):
+    """Supervised training: larger steps than reinforcement learning takes."""
+
+    steps: int = 1000
+    learning_rate: float = 1e-5
+    warmup_steps: int = 20
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    micro_batch: int = 8
+    rows_per_step: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("train", self, "rows_per_step")
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """A supervised warm start on both roles: `envace sft`."""
+
+    output_dir: str
+    model: str | None = None  # HF directory to start from; null: random weights of `architecture`
+    seed: int = 0
+    tokenizer: str | None = None  # HF directory of the tokenizer; null: the model's
+    architecture: dict[str, Any] | None = None  # fields of Hugging Face's config.json, for random weights
+    role_weights: tuple[float, float] = (1.0, 1.0)  # act, rehearse
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    train: SFTTrainConfig = field(default_factory=SFTTrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.model is None) != (self.architecture is None),
+            "set either model (a directory with weights) or architecture (random weights), not both and not neither",
+        )
+        _require(
+            self.architecture is None or self.tokenizer is not None,
+            "tokenizer must be set when the model starts from architecture",
+        )
