@@ -1,0 +1,1 @@
+"""Model families in JAX. This package imports nothing of `envace_jax`."""

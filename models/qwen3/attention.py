@@ -1,0 +1,131 @@
+"""Attention, chosen in one place.
+
+`self_attention` is the attention of whole rows (training, prefill without a cache): causal, within segments.
+`cached_attention` is that of new tokens over a KV cache. Grouped-query heads are never repeated in memory.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from models.qwen3 import sharding
+
+IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
+_LANES = 128  # of a TPU register: splash attention wants lengths and head sizes in multiples of it
+
+
+def choose(implementation: str, *, length: int, head_dim: int, dtype) -> str:
+    """Which kernel runs `self_attention`: "xla", "splash" (TPU) or "cudnn" (GPU).
+
+    `auto` takes the platform's flash kernel where it applies (splash: length and head_dim multiples of 128;
+    cuDNN: 16-bit types, head_dim a multiple of 8 up to 128) and XLA elsewhere. The platform is that of the process;
+    to compile for another one, name the kernel.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention {implementation!r} is unknown; use one of {', '.join(IMPLEMENTATIONS)}")
+    if implementation != "auto":
+        return implementation
+    platform = jax.default_backend()
+    if platform == "tpu" and length % _LANES == 0 and head_dim % _LANES == 0:
+        return "splash"
+    if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
+        return "cudnn"
+    return "xla"
+
+
+def self_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    implementation: str = "auto",
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Causal attention of each row on itself, tokens seeing only those of their own segment.
+
+    q [B, T, H, Dh], k and v [B, T, Hkv, Dh], segments int32[B, T] or None (one segment a row) -> [B, T, H, Dh].
+    """
+    length, head_dim = q.shape[1], q.shape[3]
+    kernel = choose(implementation, length=length, head_dim=head_dim, dtype=q.dtype)
+    if kernel == "splash":
+        return _splash(q, k, v, segments, mesh)
+    if kernel == "cudnn":
+        mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    mask = jnp.tril(jnp.ones((length, length), bool))[None]
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None, :])
+    return _xla(q, k, v, mask)
+
+
+def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attention over cache slots: the token at `positions[b, t]` sees slots 0 .. positions[b, t] of its row.
+
+    q [B, T, H, Dh], k and v [B, S, Hkv, Dh], positions int32[B, T] -> [B, T, H, Dh].
+    """
+    mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+    return _xla(q, k, v, mask)
+
+
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    # mask [B or 1, T, S]. A row that sees nothing (padding) gets the mean of v: finite, and nobody reads it.
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
+    return out.reshape(batch, length, heads, head_dim)
+
+
+def _splash(q, k, v, segments, mesh: Mesh | None, interpret: bool = False) -> jax.Array:
+    def local(q, k, v, segments):
+        # Per device: [B, T, H, Dh] -> the kernel's [H, T, Dh], batched; it scales nothing itself.
+        kernel = _splash_kernel(q.shape[2], q.shape[1], interpret)
+        q = q * (1.0 / math.sqrt(q.shape[-1]))
+        q, k, v = (x.swapaxes(1, 2) for x in (q.astype(k.dtype), k, v))
+        out = jax.vmap(kernel)(q, k, v, segments)
+        return out.swapaxes(1, 2)
+
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    if segments is None:
+        segments = jnp.ones(q.shape[:2], jnp.int32)
+    ids = splash.SegmentIds(q=segments, kv=segments)
+    if mesh is None:
+        return local(q, k, v, ids)
+    batch = q.shape[0]
+    heads = sharding.activation_spec(mesh, ("batch", "length", "heads", "head_dim"), batch)
+    kv = sharding.activation_spec(mesh, ("batch", "length", "kv_heads", "head_dim"), batch)
+    rows = sharding.activation_spec(mesh, ("batch", "length"), batch)
+    specs = (heads, kv, kv, splash.SegmentIds(q=rows, kv=rows))
+    # Pallas calls carry no varying-axes information, so shard_map cannot check it.
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, ids)
+
+
+def _splash_kernel(heads: int, length: int, interpret: bool):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    block = max(size for size in (128, 256, 512) if length % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
+    make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1, interpret=interpret)
+    return make(mask=mask, block_sizes=sizes)
