@@ -3,6 +3,7 @@
 The environment is set here because it must be in place before jax is imported for the first time.
 """
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -44,3 +45,11 @@ def shared_dir() -> Path:
 def fixtures_dir() -> Path:
     """Small files that belong to the tests and travel with them."""
     return ROOT / "tests" / "fixtures"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves parity tests out where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        for item in items:
+            if item.get_closest_marker("parity"):
+                item.add_marker(pytest.mark.skip(reason="needs torch: pip install -e '.[parity]'"))
