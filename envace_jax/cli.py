@@ -130,20 +130,21 @@ def main(args: list[str] | None = None) -> None:
     """Entry point of `envace`; always ends by `SystemExit`."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        status = app(args=args, standalone_mode=False)
+        status = app(args=args, standalone_mode=False) or 0
     except EnvaceError as error:
         console.print(f"error: {error}", style="bold red", markup=False)
-        sys.exit(2)
+        status = 2
     except (KeyboardInterrupt, typer.Abort):
-        console.print("interrupted", style="yellow")
-        sys.exit(130)
+        status = 130
     except Exception as error:
         # A usage error (unknown verb or option) knows how to show itself; its class has moved between typer's versions.
-        if hasattr(error, "show") and hasattr(error, "exit_code"):
-            error.show()
-            sys.exit(error.exit_code)
-        raise
-    sys.exit(status if isinstance(status, int) else 0)
+        if not (hasattr(error, "show") and hasattr(error, "exit_code")):
+            raise
+        error.show()
+        status = error.exit_code
+    if status == 130:  # typer turns Ctrl-C into this status, silently
+        console.print("interrupted", style="yellow")
+    sys.exit(status)
 
 
 if __name__ == "__main__":

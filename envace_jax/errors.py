@@ -9,15 +9,11 @@ class EnvaceError(Exception):
 
 
 class ConfigError(EnvaceError):
-    """A configuration that cannot be meant: unknown key, wrong type, unknown choice, or settings that exclude each other."""
+    """A configuration that cannot be meant: unknown key, wrong type or choice, or settings that exclude each other."""
 
 
 class CheckpointError(EnvaceError):
     """A checkpoint or model directory that is missing, incomplete, or belongs to another run."""
-
-
-class TaskError(EnvaceError):
-    """A task file or record that cannot be read."""
 
 
 class EndpointError(EnvaceError):

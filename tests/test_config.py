@@ -100,7 +100,10 @@ def test_an_unknown_key_in_the_file_names_the_file(write):
         ("train.steps=true", "train.steps=True: expected an integer, found true/false"),
         ("train.grad_clip=high", "train.grad_clip='high': expected a number or null, found text"),
         ("advantage.by_role=1", "advantage.by_role=1: expected true or false, found an integer"),
-        ("grpo.role_weights=[1]", "grpo.role_weights=[1]: expected a list of 2 values (a number, a number), found a list"),
+        (
+            "grpo.role_weights=[1]",
+            "grpo.role_weights=[1]: expected a list of 2 values (a number, a number), found a list",
+        ),
         ("train=fast", "train='fast': expected a section with keys"),
         ("model.name=x", "model={'name': 'x'}: expected text, found a section"),
     ],

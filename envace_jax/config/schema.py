@@ -238,7 +238,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        # The correction compares untruncated log-probabilities with a sampler that drew from the truncated distribution.
+        # The correction compares full distributions; a truncated sampler drew from another one.
         _require(
             self.grpo.sampler_correction == "none" or not self.rollout.truncates,
             f"grpo.sampler_correction={self.grpo.sampler_correction} needs the full sampling distribution: "
