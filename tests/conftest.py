@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if "jax" in sys.modules:  # a plugin imported it: the settings below would silently do nothing
     raise RuntimeError("jax was imported before tests/conftest.py could set JAX_PLATFORMS and XLA_FLAGS")
@@ -22,6 +23,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import pytest  # noqa: E402
+
+if TYPE_CHECKING:
+    from models.qwen3 import Qwen3Config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,6 +49,25 @@ def shared_dir() -> Path:
 def fixtures_dir() -> Path:
     """Small files that belong to the tests and travel with them."""
     return ROOT / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_config() -> "Qwen3Config":
+    """A Qwen3 small enough to compile in a second; like its larger siblings: grouped heads, an untied head."""
+    from models.qwen3 import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
