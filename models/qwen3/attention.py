@@ -71,6 +71,8 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
     q [B, T, H, Dh], k and v [B, S, Hkv, Dh], positions int32[B, T] -> [B, T, H, Dh].
     """
     mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+    if q.shape[1] == 1 and jax.default_backend() == "cpu":
+        return _xla_one_token(q, k, v, mask)
     return _xla(q, k, v, mask)
 
 
@@ -84,6 +86,23 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
     return out.reshape(batch, length, heads, head_dim)
+
+
+def _xla_one_token(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    # The same for T = 1 on a CPU, where decoding is bound by reading the cache: with the query heads laid out block-
+    # diagonally over [Hkv * Dh], keys and values are used as they lie, without the transpose to [B, Hkv, S, Dh] that
+    # batched products per head cost (measured: half the time at 512 slots).
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    k, v = (x.reshape(batch, -1, kv_heads * head_dim) for x in (k, v))
+    eye = jnp.eye(kv_heads, dtype=q.dtype)
+    q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    q = jnp.einsum("bkgd,kj->bjdkg", q, eye).reshape(batch, kv_heads * head_dim, heads)
+    scores = jnp.einsum("bsc,bch->bsh", k, q, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.where(mask[:, 0, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=1).astype(v.dtype)
+    out = jnp.einsum("bsh,bsc->bhc", weights, v).reshape(batch, kv_heads, -1, kv_heads, head_dim)
+    return jnp.einsum("bkgjd,kj->bkgd", out, eye.astype(v.dtype)).reshape(batch, 1, heads, head_dim)
 
 
 def _splash(q, k, v, segments, mesh: Mesh | None, interpret: bool = False) -> jax.Array:
