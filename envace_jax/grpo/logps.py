@@ -63,7 +63,7 @@ def token_logps(
     width = tokens.shape[1]
     size = min(chunk, width)
     pieces = tuple(_split(x, size) for x in (hidden, targets))
-    _, outputs = jax.lax.scan(jax.checkpoint(step), None, pieces)
+    _, outputs = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)
     outputs = tuple(_follow(_join(x, width), follows) for x in outputs)
     return outputs if with_entropy else outputs[0]
 
