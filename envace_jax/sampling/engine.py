@@ -1,0 +1,396 @@
+"""The slot engine: prefill, fork, extend and decode over rows of one KV cache.
+
+    state = engine.start()                                            empty slots
+    state = engine.prefill(model, state, {0: prompt}, {0: key})       a prompt into a slot
+    state = engine.fork(state, 0, [1, 2, 3], keys)                    a group's members: the same prompt, other draws
+    state, out = engine.decode(model, state, {0: 100, ...}, params)   sample: {slot: Completion}
+    state = engine.extend(model, state, {0: tokens})                  append context to live streams, and decode again
+
+Parameters are passed at each call, so a trainer may donate its own. The state is donated: a call takes it over, and
+the caller goes on with what is returned. `generate` drives all of this for a list of prompts, refilling slots as they
+finish. All calls of one engine together compile a number of programs that is fixed by its buckets.
+
+On a mesh every process makes the same calls with the same arguments and reads the same results.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.qwen3 import Qwen3, Qwen3Config
+from models.qwen3.sharding import batch_axes
+
+from . import slots as device
+from .buckets import fit, ladder, row_batches
+from .params import Completion, SamplingParams, sequence_keys, slot_sampling
+from .slots import Sampled, Slots
+from .streams import Stream
+
+
+class Engine:
+    """`slots` streams of up to `max_length` tokens each.
+
+    Args:
+        config: the model's architecture.
+        slots: rows of the KV cache, i.e. streams decoded together.
+        max_length: tokens of a stream, prompt included.
+        vocab_size: ids the tokenizer has; none from there on is ever sampled. None: the model's vocabulary.
+        mesh: devices to spread slots and heads over; None is one device.
+        dtype: of the cache; None is bfloat16 on TPU and GPU, float32 on CPU.
+        decode_chunk: most tokens a slot samples between two looks of the host.
+        prefill_chunk: most tokens of a prompt that are forwarded at once; longer ones go in pieces.
+        prefill_tokens: most tokens, padding included, that one prefill call forwards; bounds its memory.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        *,
+        slots: int,
+        max_length: int,
+        vocab_size: int | None = None,
+        mesh: Mesh | None = None,
+        dtype=None,
+        decode_chunk: int = 128,
+        prefill_chunk: int = 512,
+        prefill_tokens: int = 8192,
+    ):
+        if slots < 1 or max_length < 2:
+            raise ValueError(f"an engine needs slots >= 1 and max_length >= 2, found slots={slots}, {max_length=}")
+        vocab_size = config.vocab_size if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= config.vocab_size:
+            raise ValueError(f"vocab_size={vocab_size} must lie in 1..{config.vocab_size}, the model's vocabulary")
+        default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        self.config = config
+        self.slots = slots
+        self.max_length = max_length
+        self.vocab_size = vocab_size
+        self.mesh = None if mesh is None or mesh.size == 1 else mesh
+        self.dtype = jnp.dtype(default if dtype is None else dtype)
+        self.decode_chunk = decode_chunk
+        self.windows = ladder(128, max_length)
+        self._pieces = ladder(16, min(prefill_chunk, max_length))
+        self._prefill_tokens = max(prefill_tokens, self._pieces[-1])
+        # Rows that live on several devices are appended to where they are, all at once.
+        axes = None if self.mesh is None else batch_axes(self.mesh, slots)
+        self._whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
+        self.compilations = 0  # programs traced so far
+
+        self._append = self.jit(self._append_body, static=("graph", "window"), donate=("state",))
+        self._fork = self.jit(self._fork_body, static=("window",), donate=("state",))
+        self._name = self.jit(self._name_body, donate=("state",))
+        self._decode = self.jit(self._decode_body, static=("graph", "window"), donate=("state",))
+
+    def jit(self, body: Callable, static: Sequence[str] = (), donate: Sequence[str] = ()) -> Callable:
+        """`jax.jit` for calls by keyword, counted in `compilations`."""
+
+        def counted(**arguments):
+            self.compilations += 1  # runs when jax traces: once a program
+            return body(**arguments)
+
+        return jax.jit(counted, static_argnames=tuple(static), donate_argnames=tuple(donate))
+
+    # What is compiled.
+
+    def pin(self, state: Slots) -> Slots:
+        """Keep the state's layout on the mesh, inside a jitted function."""
+        return device.pin(state, self.mesh)
+
+    def _append_body(self, graph, params, state, tokens, rows, starts, counts, window):
+        model = nnx.merge(graph, params)
+        return self.pin(device.append(model, state, tokens, rows, starts, counts, window))
+
+    def _fork_body(self, state, sources, rows, keys, window):
+        return self.pin(device.fork(state, sources, rows, keys, window))
+
+    def _name_body(self, state, rows, keys):
+        return self.pin(dataclasses.replace(state, keys=state.keys.at[rows].set(keys, mode="drop")))
+
+    def _decode_body(self, graph, params, state, sampling, budgets, min_tokens, steps, enough, window):
+        state, out = device.decode(
+            nnx.merge(graph, params),
+            state,
+            sampling,
+            budgets,
+            min_tokens,
+            steps,
+            enough,
+            window=window,
+            width=self.decode_chunk,
+            vocab_size=self.vocab_size,
+            pin_state=self.pin,
+        )
+        return state, device.everywhere(out, self.mesh)
+
+    # Calls on the slots.
+
+    def start(self) -> Slots:
+        """Empty slots."""
+        return device.empty_slots(self.config, self.slots, self.max_length, self.dtype, self.mesh)
+
+    def prefill(
+        self, model: Qwen3, state: Slots, prompts: Mapping[int, np.ndarray], keys: Mapping[int, np.ndarray]
+    ) -> Slots:
+        """(Re)start slots with a prompt int32[T] each; `keys` are the sequences' keys, uint32[2].
+
+        Raises ValueError for a prompt that is empty, or leaves no room for a token.
+        """
+        prompts = {self._slot(slot): self._tokens(tokens, f"slot {slot}") for slot, tokens in prompts.items()}
+        for slot, tokens in prompts.items():
+            self._check_prompt(tokens, f"the prompt for slot {slot}")
+        rows, names = self._padded(list(prompts), [keys[slot] for slot in prompts])
+        state = self._name(state=state, rows=rows, keys=names)
+        return self._forward(model, state, prompts, dict.fromkeys(prompts, 0))
+
+    def fork(
+        self, state: Slots, source: int, targets: Sequence[int], keys: Sequence[np.ndarray] | Mapping[int, np.ndarray]
+    ) -> Slots:
+        """Copy the stream of slot `source` to the slots `targets`, each with its own key (by target, or in order)."""
+        keys = [keys[slot] for slot in targets] if isinstance(keys, Mapping) else list(keys)
+        return self._fork_all(state, [(source, target) for target in targets], keys)
+
+    def extend(self, model: Qwen3, state: Slots, tokens: Mapping[int, np.ndarray]) -> Slots:
+        """Append context int32[T] to live streams; what is cached is neither touched nor computed again.
+
+        Raises ValueError for a slot that is empty, or too full for its tokens.
+        """
+        lengths = np.asarray(state.lengths)
+        tokens = {self._slot(slot): self._tokens(new, f"slot {slot}") for slot, new in tokens.items()}
+        for slot, new in tokens.items():
+            if lengths[slot] == 0:
+                raise ValueError(f"slot {slot} is empty and cannot be extended; prefill it first")
+            if lengths[slot] + len(new) > self.max_length:
+                raise ValueError(
+                    f"slot {slot} holds {lengths[slot]} tokens and cannot take {len(new)} more: max_length is "
+                    f"{self.max_length}"
+                )
+        tokens = {slot: new for slot, new in tokens.items() if len(new)}
+        return self._forward(model, state, tokens, {slot: int(lengths[slot]) for slot in tokens})
+
+    def decode(
+        self,
+        model: Qwen3,
+        state: Slots,
+        active: Mapping[int, int],
+        params: SamplingParams | Mapping[int, SamplingParams],
+        steps: int | None = None,
+    ) -> tuple[Slots, dict[int, Completion]]:
+        """Sample in the slots of `active` until each draws a stop id or has drawn its budget, `active[slot]` tokens.
+
+        The budgets stand in for `max_new_tokens`, and are cut to the room that is left; `min_new_tokens` counts from
+        here. With `steps`, at most so many tokens a slot are drawn now; what can go on then has finish_reason None.
+        Raises ValueError for an empty slot.
+        """
+        params = {slot: params if isinstance(params, SamplingParams) else params[slot] for slot in active}
+        lengths = np.asarray(state.lengths)
+        for slot in active:
+            if lengths[self._slot(slot)] == 0:
+                raise ValueError(f"slot {slot} is empty and cannot be decoded; prefill it first")
+        work = {
+            slot: Stream(params[slot], int(lengths[slot]), self._budget(active[slot], int(lengths[slot])))
+            for slot in active
+        }
+        done = 0
+        while any(stream.reason is None for stream in work.values()) and (steps is None or done < steps):
+            now = self.decode_chunk if steps is None else min(self.decode_chunk, steps - done)
+            state = self._chunk(model, state, work, now)
+            done += now
+        return state, {slot: stream.completion() for slot, stream in work.items()}
+
+    def generate(
+        self,
+        model: Qwen3,
+        prompts: Sequence[np.ndarray],
+        params: SamplingParams | Sequence[SamplingParams],
+        progress: Callable[[int, int], None] | None = None,
+        keys: Sequence[np.ndarray] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt int32[T]; more prompts than slots are fine.
+
+        params: for all, or one for each. progress: called with the numbers of finished and of all prompts.
+        keys: sequence keys uint32[2], one for each; by default prompt i has `sequence_key(seed, 0, i)`.
+        Raises ValueError for a prompt that is empty or leaves no room for a token.
+        """
+        prompts = [self._tokens(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+        for i, prompt in enumerate(prompts):
+            self._check_prompt(prompt, f"prompt {i}")
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many params, or one for all; found {len(params)}")
+        if keys is None:
+            keys = _default_keys([p.seed for p in params])
+        results: list[Completion | None] = [None] * len(prompts)
+        waiting = deque(range(len(prompts)))
+        work: dict[int, Stream] = {}
+        owner: dict[int, int] = {}
+        state = self.start() if prompts else None
+        while waiting or work:
+            free = [slot for slot in range(self.slots) if slot not in work]
+            fresh = {slot: waiting.popleft() for slot in free[: len(waiting)]}
+            if fresh:
+                state = self.prefill_groups(
+                    model, state, {s: prompts[i] for s, i in fresh.items()}, {s: keys[i] for s, i in fresh.items()}
+                )
+            for slot, i in fresh.items():
+                budget = self._budget(params[i].max_new_tokens, len(prompts[i]))
+                work[slot], owner[slot] = Stream(params[i], len(prompts[i]), budget), i
+            # Refilling costs a look of the host: wait until an eighth of the slots is free, while prompts wait.
+            state = self._chunk(model, state, work, self.decode_chunk, max(1, self.slots // 8) if waiting else None)
+            for slot in [slot for slot, stream in work.items() if stream.reason is not None]:
+                results[owner.pop(slot)] = work.pop(slot).completion()
+            if progress is not None:
+                progress(len(prompts) - len(waiting) - len(work), len(prompts))
+        return results
+
+    def prefill_groups(
+        self, model: Qwen3, state: Slots, prompts: Mapping[int, np.ndarray], keys: Mapping[int, np.ndarray]
+    ) -> Slots:
+        """As `prefill`, but a prompt that several slots share is forwarded once and forked to the others."""
+        first: dict[bytes, int] = {}
+        copies = []
+        for slot, prompt in prompts.items():
+            leader = first.setdefault(np.asarray(prompt, np.int32).tobytes(), slot)
+            if leader != slot:
+                copies.append((leader, slot))
+        leaders = {slot: prompts[slot] for slot in first.values()}
+        state = self.prefill(model, state, leaders, keys)
+        return self._fork_all(state, copies, [keys[slot] for _, slot in copies]) if copies else state
+
+    # How it is done.
+
+    def split(self, model: Qwen3) -> tuple[nnx.GraphDef, nnx.State]:
+        """The model as jitted functions take it: static structure, traced parameters."""
+        return nnx.split(model)
+
+    def window(self, length: int) -> int:
+        """The smallest window of the cache that holds `length` tokens."""
+        return fit(min(length, self.max_length), self.windows)
+
+    def _forward(self, model, state, tokens: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> Slots:
+        """Append `tokens` from `starts` on, in pieces, pieces of like length together."""
+        graph, params = self.split(model)
+        left = {slot: (new, starts[slot]) for slot, new in tokens.items()}
+        while left:
+            order = sorted(left, key=lambda slot: -len(left[slot][0]))
+            while order:
+                size = fit(min(len(left[order[0]][0]), self._pieces[-1]), self._pieces)
+                # What is much shorter would be mostly padding here, and goes by itself.
+                alike = [s for s in order if 2 * len(left[s][0]) > size or size == self._pieces[0]]
+                if self._whole:
+                    rows, bucket = len(order), self.slots
+                else:
+                    rows, bucket = next(row_batches(len(alike), max(1, self._prefill_tokens // size)))
+                batch, order = order[:rows], order[rows:]
+                place = batch if self._whole else range(rows)
+                padded = np.zeros((bucket, size), np.int32)
+                index = np.full(bucket, self.slots, np.int32)
+                first, counts = np.zeros(bucket, np.int32), np.zeros(bucket, np.int32)
+                for at, slot in zip(place, batch, strict=True):
+                    new, start = left.pop(slot)
+                    piece = new[:size]
+                    padded[at, : len(piece)] = piece
+                    index[at], first[at], counts[at] = slot, start, len(piece)
+                    if len(new) > size:
+                        left[slot] = (new[size:], start + size)
+                state = self._append(
+                    graph=graph,
+                    params=params,
+                    state=state,
+                    tokens=padded,
+                    rows=None if self._whole else index,
+                    starts=first,
+                    counts=counts,
+                    window=self.window(int((first + counts).max())),
+                )
+        return state
+
+    def _fork_all(self, state: Slots, pairs: Sequence[tuple[int, int]], keys: Sequence[np.ndarray]) -> Slots:
+        """Copy each (source, target); all sources are read before any target is written."""
+        if len(pairs) != len(keys):
+            raise ValueError(f"{len(pairs)} copies need as many keys, found {len(keys)}")
+        lengths = np.asarray(state.lengths)
+        sources = [self._slot(source) for source, _ in pairs]
+        targets = [self._slot(target) for _, target in pairs]
+        if empty := [source for source in sources if lengths[source] == 0]:
+            raise ValueError(f"slot {empty[0]} is empty and cannot be forked; prefill it first")
+        if len(set(targets)) != len(targets):
+            raise ValueError(f"fork targets must differ, found {targets}")
+        bucket = 1 << (len(pairs) - 1).bit_length()
+        rows = np.full(bucket, self.slots, np.int32)
+        rows[: len(pairs)] = targets
+        names = np.zeros((bucket, 2), np.uint32)
+        names[: len(pairs)] = keys
+        origin = np.full(bucket, sources[0], np.int32)
+        origin[: len(pairs)] = sources
+        window = self.window(int(lengths[sources].max()))
+        return self._fork(state=state, sources=origin, rows=rows, keys=names, window=window)
+
+    def _chunk(self, model, state, work: dict[int, Stream], steps: int, enough: int | None = None) -> Slots:
+        """Decode the unfinished streams of `work` by at most `steps` tokens, or until `enough` of them finish."""
+        live = {slot: stream for slot, stream in work.items() if stream.reason is None}
+        budgets, held = np.zeros(self.slots, np.int32), np.zeros(self.slots, np.int32)
+        for slot, stream in live.items():
+            budgets[slot] = stream.budget - stream.drawn
+            held[slot] = max(0, stream.params.min_new_tokens - stream.drawn)
+        graph, params = self.split(model)
+        longest = max(s.length + min(steps, s.budget - s.drawn) for s in live.values())
+        state, out = self._decode(
+            graph=graph,
+            params=params,
+            state=state,
+            sampling=slot_sampling(self.slots, {slot: stream.params for slot, stream in live.items()}),
+            budgets=budgets,
+            min_tokens=held,
+            steps=np.int32(steps),
+            enough=np.int32(self.slots + 1 if enough is None else enough),
+            window=self.window(longest),
+        )
+        out = Sampled(*(np.asarray(x) for x in out))
+        for slot, stream in live.items():
+            stream.take(out, slot)
+        return state
+
+    def _slot(self, slot: int) -> int:
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} does not exist; the engine has slots 0..{self.slots - 1}")
+        return int(slot)
+
+    def _tokens(self, tokens, what: str) -> np.ndarray:
+        tokens = np.asarray(tokens, np.int32)
+        if tokens.ndim != 1:
+            raise ValueError(f"{what}: tokens must be int32[T], found shape {tokens.shape}")
+        return tokens
+
+    def _check_prompt(self, tokens: np.ndarray, what: str) -> None:
+        if not 1 <= len(tokens) < self.max_length:
+            raise ValueError(
+                f"{what} has {len(tokens)} tokens; it must have at least 1 and leave room for one more within "
+                f"max_length={self.max_length}"
+            )
+
+    def _budget(self, wanted: int | None, length: int) -> int:
+        room = self.max_length - length
+        return room if wanted is None else min(wanted, room)
+
+    def _padded(self, rows: list[int], keys: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Row numbers and keys padded to the number of slots; the padding's row number is no slot's."""
+        index, names = np.full(self.slots, self.slots, np.int32), np.zeros((self.slots, 2), np.uint32)
+        index[: len(rows)] = rows
+        if rows:
+            names[: len(rows)] = np.stack(keys)
+        return index, names
+
+
+def _default_keys(seeds: Sequence[int]) -> np.ndarray:
+    """`sequence_key(seed, 0, i)` of every prompt i: uint32[N, 2]."""
+    keys = np.zeros((len(seeds), 2), np.uint32)
+    for seed in set(seeds):
+        mine = [i for i, s in enumerate(seeds) if s == seed]
+        keys[mine] = sequence_keys(seed, 0, mine)
+    return keys
