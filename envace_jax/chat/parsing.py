@@ -9,7 +9,7 @@ Nothing here raises on any text: a model can write anything, and an episode must
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +65,16 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     error: ParseError | None = None
 
+    def message(self) -> dict[str, Any]:
+        """The turn as a message that `ChatTokenizer.render` takes, for where history is rendered anew."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            functions = ({"name": call.name, "arguments": call.arguments} for call in self.calls)
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        return message
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -93,10 +103,11 @@ def read_turn(text: str, tags: Sequence[Tag]) -> Turn:
     outside: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
+    call_tags = {tag.start: tag for tag in tags if tag.name in (CALL_OPEN, CALL_CLOSE)}
     error = None
     position = 0  # everything before it has been read
     thinking = False
-    for index, tag in enumerate(tags):
+    for tag in tags:
         if tag.start < position:  # inside the JSON of a call
             continue
         if thinking:
@@ -113,7 +124,7 @@ def read_turn(text: str, tags: Sequence[Tag]) -> Turn:
             position, thinking = tag.end, True
         elif tag.name == CALL_OPEN:
             outside.append(text[position : tag.start])
-            result, position = _read_call(text, tag, tags[index + 1 :])
+            result, position = _read_call(text, tag, call_tags)
             if isinstance(result, ParseError):
                 error = result
                 break
@@ -129,25 +140,23 @@ def read_turn(text: str, tags: Sequence[Tag]) -> Turn:
     )
 
 
-def _read_call(text: str, opening: Tag, rest: Sequence[Tag]) -> tuple[ToolCall | ParseError, int]:
-    """The call that `opening` starts, and the position after its closing tag."""
-    closing = {tag.start: tag.end for tag in rest if tag.name == CALL_CLOSE}
+def _read_call(text: str, opening: Tag, call_tags: Mapping[int, Tag]) -> tuple[ToolCall | ParseError, int]:
+    """The call that `opening` starts, and the position after its closing tag. `call_tags`: by position, in order."""
     place = f"the {CALL_OPEN} at character {opening.start}"
     unclosed = ParseError("UNCLOSED_TAG", f"{place} has no {CALL_CLOSE}; end each call with it")
-    if not closing:
-        return unclosed, len(text)
     try:
         value, end = decode_prefix(text, opening.end)
     except ValueError as reason:
+        if not any(tag.name == CALL_CLOSE for tag in call_tags.values() if tag.start >= opening.end):
+            return unclosed, len(text)
         return ParseError("MALFORMED_JSON", f"{place} does not hold JSON: {reason}"), len(text)
     end = skip_space(text, end)
-    if end not in closing:
-        next_tag = next((tag.name for tag in rest if tag.start >= end and tag.name in (CALL_OPEN, CALL_CLOSE)), None)
-        if next_tag != CALL_CLOSE:
-            return unclosed, len(text)
-        extra = f"{place} holds more than one JSON object: text at character {end}; write one tag per call"
-        return ParseError("MALFORMED_JSON", extra), len(text)
-    return _as_call(value, place), closing[end]
+    if end in call_tags and call_tags[end].name == CALL_CLOSE:
+        return _as_call(value, place), call_tags[end].end
+    if next((tag.name for tag in call_tags.values() if tag.start >= end), CALL_OPEN) == CALL_OPEN:
+        return unclosed, len(text)
+    extra = f"{place} holds more than one JSON object: text at character {end}; write one tag per call"
+    return ParseError("MALFORMED_JSON", extra), len(text)
 
 
 def _as_call(value: Any, place: str) -> ToolCall | ParseError:

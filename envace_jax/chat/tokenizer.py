@@ -13,8 +13,8 @@ get their characters back and are encoded by a copy of the tokenizer that knows 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from envace_jax.chat import parsing
 from envace_jax.chat.parsing import ParseError, Tag, Turn, read_turn
@@ -79,6 +79,7 @@ class ChatTokenizer:
         self._added = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items()}
         self._plain = _without_added_tokens(tokenizer)
         self._template = _compile(template)
+        self._template_characters = frozenset(template)
         self._variables = dict(variables)
         self._directory = directory
         missing = [text for text in CONTROL_LITERALS.values() if text not in self._added]
@@ -91,15 +92,8 @@ class ChatTokenizer:
         # Every position where a literal starts, also one inside another's match.
         longest_first = sorted((text for text in self._added if text), key=len, reverse=True)
         self._literal_start = re.compile(f"(?=(?:{'|'.join(map(re.escape, longest_first))}))(.)", re.DOTALL)
-        ids = self.control
-        self._tag_names = {
-            getattr(ids, name): CONTROL_LITERALS[name]
-            for name in ("think_open", "think_close", "call_open", "call_close")
-        }
-        self._forbidden = {
-            getattr(ids, name): CONTROL_LITERALS[name]
-            for name in ("im_start", "endoftext", "response_open", "response_close")
-        }
+        self._tag_names = self._literals_by_id("think_open", "think_close", "call_open", "call_close")
+        self._forbidden = self._literals_by_id("im_start", "endoftext", "response_open", "response_close")
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "ChatTokenizer":
@@ -134,6 +128,8 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         enable_thinking: bool = True,
+        *,
+        data_roles: Collection[str] = ("tool",),
     ) -> np.ndarray:
         """Ids of a conversation, int32 [T]: Hugging Face's, but with the text of role `tool` as data.
 
@@ -142,13 +138,22 @@ class ChatTokenizer:
             tools: OpenAI function schemas.
             add_generation_prompt: end with the opening of an assistant turn.
             enable_thinking: False closes thinking in that opening with an empty block.
+            data_roles: roles whose text yields no control id; a prompt that quotes a conversation adds `user`.
+
+        Raises ValueError without messages.
         """
-        mask = self._mask(messages, tools)
-        text = self._render_text(messages, tools, add_generation_prompt, enable_thinking, mask)
-        return self._encode(text, mask)
+        if not messages:
+            raise ValueError("there are no messages to render; a conversation holds at least one")
+        return self._encode(*self._render_text(messages, tools, add_generation_prompt, enable_thinking, data_roles))
 
     def tool_results(self, contents: Sequence[str], enable_thinking: bool = True) -> np.ndarray:
-        """What to append after a sampled `<|im_end|>`: these results as data, and the next generation prompt."""
+        """What to append after a sampled `<|im_end|>`: these results as data, and the next generation prompt.
+
+        Raises TypeError for a result that is not text: how JSON is spelled is decided where it is made.
+        """
+        for index, content in enumerate(contents):
+            if not isinstance(content, str):
+                raise TypeError(f"tool result {index} is {type(content).__name__}, not str; json.dumps it first")
         return self._continuation([{"role": "tool", "content": content} for content in contents], enable_thinking)
 
     def user(self, content: str, enable_thinking: bool = True) -> np.ndarray:
@@ -212,10 +217,12 @@ class ChatTokenizer:
             return Turn(turn.reasoning, turn.content, (), unexpected)
         return turn
 
+    def _literals_by_id(self, *names: str) -> dict[int, str]:
+        return {getattr(self.control, name): CONTROL_LITERALS[name] for name in names}
+
     def _continuation(self, messages: list[dict[str, Any]], enable_thinking: bool) -> np.ndarray:
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANCHOR}]
-        mask = self._mask(messages, None)
-        text = self._render_text([*before, *messages], None, True, enable_thinking, mask)
+        text, mask = self._render_text([*before, *messages], None, True, enable_thinking, ("tool",))
         _, _, after = text.partition(_ANCHOR)
         _, _, after = after.partition(parsing.TURN_END)
         return self._encode(after, mask)
@@ -226,16 +233,18 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         enable_thinking: bool,
-        mask: Mapping[str, str],
-    ) -> str:
+        data_roles: Collection[str],
+    ) -> tuple[str, dict[str, str]]:
+        """The rendered text with the control literals of data masked, and the mask."""
+        mask = self._mask(messages, tools, data_roles)
         if mask:
             messages = [
-                {key: self._masked(value, mask) if key != "role" else value for key, value in message.items()}
-                if message.get("role") == "tool"
+                {key: value if key == "role" else self._masked(value, mask) for key, value in message.items()}
+                if message.get("role") in data_roles
                 else message
                 for message in messages
             ]
-        return self._template.render(
+        text = self._template.render(
             messages=messages,
             tools=tools,
             documents=None,
@@ -243,20 +252,21 @@ class ChatTokenizer:
             enable_thinking=enable_thinking,
             **self._variables,
         )
+        return text, mask
 
-    def _mask(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> dict[str, str]:
-        """First characters of the control literals in tool results → characters that occur nowhere in the chat."""
+    def _mask(self, messages: Sequence[Mapping[str, Any]], tools: Any, data_roles: Collection[str]) -> dict[str, str]:
+        """First characters of the control literals in data → private-use characters that occur nowhere in the chat."""
         first_characters = {
             match.group(1)
             for message in messages
-            if message.get("role") == "tool"
+            if message.get("role") in data_roles
             for text in _strings(message)
             for match in self._literal_start.finditer(text)
         }
         if not first_characters:
             return {}
-        used = {character for text in _strings([messages, tools]) for character in text}
-        free = (chr(point) for point in _PRIVATE_USE if chr(point) not in used and chr(point) != _ANCHOR)
+        used = self._template_characters.union(*_strings([messages, tools]))
+        free = (chr(point) for point in _PRIVATE_USE if chr(point) not in used)
         return dict(zip(sorted(first_characters), free, strict=False))
 
     def _masked(self, value: Any, mask: Mapping[str, str]) -> Any:
@@ -300,17 +310,21 @@ def _read_template(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer for data: no text becomes an added token, also where training put them into the vocabulary."""
-    state = json.loads(tokenizer.to_str())
-    added = {token["content"] for token in state["added_tokens"]}
-    state["added_tokens"] = []
-    state["post_processor"] = None
-    model = state["model"]
-    if model["type"] == "BPE" and not added.isdisjoint(model["vocab"]):
-        model["vocab"] = {text: index for text, index in model["vocab"].items() if text not in added}
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        model["merges"] = [pair for pair in pairs if added.isdisjoint((*pair, "".join(pair)))]
-    return Tokenizer.from_str(json.dumps(state))
+    """The same tokenizer for data: no text becomes an added token."""
+    model = tokenizer.model
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    if any(model.token_to_id(text) is not None for text in added):  # trained in: merges could still lead to them
+        state = json.loads(tokenizer.to_str())["model"]
+        vocab = {text: index for text, index in state["vocab"].items() if text not in added}
+        pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in state["merges"]]
+        merges = [pair for pair in pairs if added.isdisjoint((*pair, "".join(pair)))]
+        model = models.BPE(vocab=vocab, merges=merges)
+    plain = Tokenizer(model)
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+    return plain
 
 
 def _compile(template: str) -> jinja2.Template:
@@ -344,11 +358,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _as_list(ids: Iterable[int]) -> list[int]:
-    return np.asarray(ids if isinstance(ids, (np.ndarray, list, tuple)) else list(ids)).astype(np.int64).tolist()
+    array = ids if isinstance(ids, (list, tuple)) or hasattr(ids, "__array__") else list(ids)
+    return np.asarray(array, dtype=np.int64).tolist()
 
 
 def _as_array(ids: Sequence[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
-
-
-assert {field.name for field in fields(ControlIds)} == set(CONTROL_LITERALS)
