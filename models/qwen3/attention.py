@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from models.qwen3 import sharding
 
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
+_BLOCK = 128  # queries at a time on a CPU
 _LANES = 128  # of a TPU register: splash attention wants lengths and head sizes in multiples of it
 
 
@@ -59,6 +60,8 @@ def self_attention(
     if kernel == "cudnn":
         mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    if jax.default_backend() == "cpu" and length % _BLOCK == 0:
+        return _xla_blocks(q, k, v, segments)
     mask = jnp.tril(jnp.ones((length, length), bool))[None]
     if segments is not None:
         mask = mask & (segments[:, :, None] == segments[:, None, :])
@@ -86,6 +89,30 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
     return out.reshape(batch, length, heads, head_dim)
+
+
+def _xla_blocks(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    # Causal attention for whole rows on a CPU: queries go in blocks, and a block never touches the keys after it. With
+    # heads before length every product is a plain matrix product (measured at [16, 512]: a fifth of `_xla`'s time,
+    # forward and backward).
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    blocks = []
+    for start in range(0, length, _BLOCK):
+        end = start + _BLOCK
+        scores = jnp.einsum("bkgtd,bksd->bkgts", q[:, :, :, start:end], k[:, :, :end]) / math.sqrt(head_dim)
+        scores = scores.astype(jnp.float32)
+        mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
+        if segments is not None:
+            mask = mask & (segments[:, start:end, None] == segments[:, None, :end])
+        scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+        out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, :end])
+        blocks.append(out / weights.sum(axis=-1, keepdims=True).astype(out.dtype))
+    out = jnp.concatenate(blocks, axis=3)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
 
 
 def _xla_one_token(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
