@@ -94,7 +94,7 @@ def parse_tool_calls(text: str | None) -> Turn:
 
     Sampled ids are read with `ChatTokenizer.parse_turn`, which does not mistake text for control ids.
     """
-    text = well_formed(text or "").removesuffix(TURN_END)
+    text = well_formed(text or "").rstrip().removesuffix(TURN_END)
     return read_turn(text, [Tag(m.start(), m.end(), m.group()) for m in _TURN_TAGS.finditer(text)])
 
 

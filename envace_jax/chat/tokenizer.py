@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -183,39 +183,27 @@ class ChatTokenizer:
         The turn ends at its first `<|im_end|>`, or where the ids end. A tag that is spelled with ordinary tokens is
         text. `<|endoftext|>`, `<|im_start|>` and response tags have no place in a turn: UNEXPECTED_CONTROL.
         """
-        parts: list[str] = []
+        text = ""
         tags: list[Tag] = []
         pending: list[int] = []
-        length = 0
         unexpected = None
-
-        def append(text: str) -> None:
-            nonlocal length
-            parts.append(text)
-            length += len(text)
-
         for token in _as_list(ids):
             if token == self.control.im_end:
                 break
             if token in self._forbidden:
-                message = (
-                    f"{self._forbidden[token]} inside a turn of the assistant; end the turn with {parsing.TURN_END}"
-                )
-                unexpected = ParseError("UNEXPECTED_CONTROL", message)
+                place = f"{self._forbidden[token]} inside a turn of the assistant"
+                unexpected = ParseError("UNEXPECTED_CONTROL", f"{place}; a turn ends with {parsing.TURN_END}")
                 break
             if token not in self._tag_names:
                 pending.append(token)
                 continue
-            append(self.decode(pending))
-            pending.clear()
             name = self._tag_names[token]
-            tags.append(Tag(length, length + len(name), name))
-            append(name)
-        append(self.decode(pending))
-        turn = read_turn("".join(parts), tags)
-        if unexpected:
-            return Turn(turn.reasoning, turn.content, (), unexpected)
-        return turn
+            text += self.decode(pending)
+            pending.clear()
+            tags.append(Tag(len(text), len(text) + len(name), name))
+            text += name
+        turn = read_turn(text + self.decode(pending), tags)
+        return replace(turn, calls=(), error=unexpected) if unexpected else turn
 
     def _literals_by_id(self, *names: str) -> dict[int, str]:
         return {getattr(self.control, name): CONTROL_LITERALS[name] for name in names}

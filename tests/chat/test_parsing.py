@@ -130,7 +130,7 @@ def test_a_call_needs_its_closing_tag(text):
         ("", Turn()),
         (None, Turn()),
         ("plain\r\n", Turn(content="plain")),
-        ("plain<|im_end|>", Turn(content="plain")),
+        ("plain<|im_end|>\n", Turn(content="plain")),
         ("<TOOL_CALL>{}</TOOL_CALL>", Turn(content="<TOOL_CALL>{}</TOOL_CALL>")),
         ("so </tool_call> it is", Turn(content="so </tool_call> it is")),
         ("<think>\n\n</think>\n\nhi", Turn(content="hi")),
