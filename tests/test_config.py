@@ -1,6 +1,7 @@
 """A configuration is refused with a message that names the key, the place and the remedy, or it means what it says."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -198,6 +199,16 @@ def test_a_configuration_cannot_be_changed_in_place():
     config = from_dict(Config, {"model": "m", "output_dir": "o"})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
+
+
+def test_every_shipped_configuration_loads_and_says_how_it_is_launched(root):
+    schemas = {"sft": SFTConfig, "train": Config, "rollout": Config}
+    for path in sorted((root / "configs").glob("*.yaml")):
+        text = path.read_text()
+        launched = re.search(rf"^#.*envace (\w+) configs/{path.name}", text, re.M)
+        assert launched, f"{path.name}: its first comment must hold the command that launches it"
+        if launched.group(1) in schemas:
+            load_config(path, schema=schemas[launched.group(1)])
 
 
 def test_config_errors_are_errors_of_the_user():
