@@ -71,8 +71,8 @@ def correction_weights(
 def token_scale(mask: jax.Array, slots: jax.Array | None, config: GRPOConfig) -> jax.Array:
     """The factor of each token's loss in the numerator of the aggregation: 1, 1 / its generation's length, 1 / norm."""
     if config.aggregate == "seq-mean-token-mean":
-        ones = mask.astype(jnp.float32)
-        return at_slots(safe_divide(ones, generation_sums(ones, slots)), slots)
+        lengths = generation_sums(jnp.ones(mask.shape, jnp.float32), slots)
+        return at_slots(1.0 / jnp.maximum(lengths, 1.0), slots)
     if config.aggregate == "seq-mean-token-sum-norm":
         return jnp.full(mask.shape, 1.0 / (config.norm_length or mask.shape[-1]), jnp.float32)
     return jnp.ones(mask.shape, jnp.float32)

@@ -57,9 +57,9 @@ def sums_and_grad():
 
 @pytest.fixture(scope="session")
 def episodes():
-    """Seven packed generations in five episodes: (logps, entropy, batch) of shape [6, 8], with context and padding.
+    """Eight generations in six packed episodes: (logps, entropy, batch) of shape [6, 8], with context and padding.
 
-    Row 0 holds two episodes, rows 1 and 2 one with two generations each, row 3 and 4 one each, row 5 is padding.
+    Row 0 holds two episodes, rows 1 and 2 one of two generations each, rows 3 and 4 one of one each; row 5 is padding.
     """
     rng = np.random.default_rng(7)
     shape = (6, 8)
@@ -85,9 +85,8 @@ def episodes():
         ],
         np.int32,
     )
-    generations = np.where(roles == 2, 2, roles) * (roles > 0)
-    per_generation = rng.normal(size=(6, 3, 3))
-    advantages = np.take_along_axis(per_generation[np.arange(6), segments % 3], generations, axis=1)
+    generations = roles  # an episode here has at most one generation of each role
+    advantages = rng.normal(size=(6, 3, 3))[np.arange(6)[:, None], segments, generations]
     logps = -rng.uniform(0.2, 2.0, shape)
 
     def near(scale):

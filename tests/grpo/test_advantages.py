@@ -33,9 +33,7 @@ def test_the_value_of_a_trajectory_is_the_mean_reward_of_its_generations():
 
 def test_roles_have_their_own_baselines_unless_told_otherwise():
     rewards, trajectory, role = [1.0, 0.0, 0.5, 0.1], [0, 1, 0, 1], [ACT, ACT, REHEARSE, REHEARSE]
-    np.testing.assert_allclose(
-        role_advantages(rewards, [3] * 4, trajectory, role), [0.5, -0.5, 0.2, -0.2], atol=1e-7
-    )
+    np.testing.assert_allclose(role_advantages(rewards, [3] * 4, trajectory, role), [0.5, -0.5, 0.2, -0.2], atol=1e-7)
     # together: values 0.75 and 0.05, mean 0.4
     np.testing.assert_allclose(
         role_advantages(rewards, [3] * 4, trajectory, role, by_role=False), [0.6, -0.4, 0.1, -0.3], atol=1e-7
@@ -107,7 +105,11 @@ def test_wrong_arguments_are_named():
 # Properties, over arbitrary episodes: rows of (reward, group, trajectory, role, valid).
 rows = st.lists(
     st.tuples(
-        st.floats(0, 1, width=32), st.integers(-2, 2), st.integers(0, 3), st.sampled_from([ACT, REHEARSE]), st.booleans()
+        st.floats(0, 1, width=32),
+        st.integers(-2, 2),
+        st.integers(0, 3),
+        st.sampled_from([ACT, REHEARSE]),
+        st.booleans(),
     ),
     min_size=1,
     max_size=24,

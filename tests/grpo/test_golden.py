@@ -35,9 +35,7 @@ def check_loss(golden, case, mask, advantages, expected, aggregate, make_batch, 
         aggregate=aggregate,
     )
     roles = mask * np.array([1 if role == "act" else 2 for role in case["role"]])[:, None]
-    batch = make_batch(
-        roles, np.asarray(advantages)[:, None], old_logps=case["old_logp"], ref_logps=case["ref_logp"]
-    )
+    batch = make_batch(roles, np.asarray(advantages)[:, None], old_logps=case["old_logp"], ref_logps=case["ref_logp"])
     (loss, metrics), gradient = value_and_grad(np.asarray(case["logp"], np.float32), batch, config)
     metrics = finish_metrics(metrics)
     got = [loss, *(metrics[name] for name in ("loss/policy", "loss/kl", "clip/fraction", "logps/approx_kl"))]
@@ -68,7 +66,6 @@ def test_losses_and_gradients_of_the_release(golden, aggregate, make_batch, valu
     assert checked >= 2
 
 
-@pytest.mark.slow(reason="twenty compilations")
 def test_every_golden_case(shared_dir, make_batch, value_and_grad):
     golden = json.loads((shared_dir / "golden" / "rolewise_grpo.json").read_text())
     for case in golden["cases"]:
