@@ -86,7 +86,9 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path) -> None:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, directory: str | Path, *, pattern: str = WORD_PATTERN
+) -> None:
     """Trains a byte-level BPE tokenizer and writes it with its template as a Hugging Face directory.
 
     Args:
@@ -94,6 +96,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
         vocab_size: ids in all: 256 bytes, merges, and the control tokens, which come last as in Qwen3. Fewer come out
             where the texts do not hold so many merges.
         directory: receives tokenizer.json, tokenizer_config.json and generation_config.json (both end ids).
+        pattern: regular expression of the pieces that merges never cross.
 
     Raises ValueError when the size has no room for bytes and control tokens.
     """
@@ -107,7 +110,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -1,0 +1,143 @@
+"""The embedded world: the back office of a small shop, executable, and small enough to be learned in minutes.
+
+Orders have an id, an item, a quantity, a unit price and a status (new → paid → shipped, or cancelled). Seven tools read
+and change them; rules of the domain refuse some calls with an ordinary result `{"error": "..."}`. Violations of the
+protocol (unknown tool, arguments that do not fit the schema) are `{"error_tool_call": {...}}`, as everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jsonschema
+
+STATUSES = ("new", "paid", "shipped", "cancelled")
+ITEMS = ("lamp", "chair", "desk", "clock", "vase", "rug", "mirror", "shelf")
+MAX_QTY = 5
+PRICES = tuple(range(2, 10))
+
+_ORDER = {"type": "string"}
+_STATUS = {"type": "string", "enum": list(STATUSES)}
+_QTY = {"type": "integer", "minimum": 1, "maximum": MAX_QTY}
+
+
+def _tool(name: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def _result(**properties: Mapping[str, Any]) -> dict[str, Any]:
+    shape = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"anyOf": [shape, _REFUSAL]}
+
+
+REFUSALS = ("no such order", "not new", "not paid", "already shipped", "already cancelled")
+_REFUSAL = {
+    "type": "object",
+    "properties": {"error": {"type": "string", "enum": list(REFUSALS)}},
+    "required": ["error"],
+    "additionalProperties": False,
+}
+
+TOOLS: tuple[dict[str, Any], ...] = (
+    _tool("get_order", order=_ORDER),
+    _tool("get_total", order=_ORDER),
+    _tool("list_orders", status=_STATUS),
+    _tool("pay_order", order=_ORDER),
+    _tool("ship_order", order=_ORDER),
+    _tool("cancel_order", order=_ORDER),
+    _tool("change_qty", order=_ORDER, qty=_QTY),
+)
+WRITES = frozenset({"pay_order", "ship_order", "cancel_order", "change_qty"})
+
+RESULT_SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_order": _result(
+        order=_ORDER, item={"type": "string"}, qty={"type": "integer"}, price={"type": "integer"}, status=_STATUS
+    ),
+    "get_total": _result(order=_ORDER, total={"type": "integer"}),
+    "list_orders": _result(orders={"type": "array", "items": _ORDER}),
+    "pay_order": _result(order=_ORDER, status={"const": "paid"}),
+    "ship_order": _result(order=_ORDER, status={"const": "shipped"}),
+    "cancel_order": _result(order=_ORDER, status={"const": "cancelled"}),
+    "change_qty": _result(order=_ORDER, qty=_QTY),
+}
+
+# The prompt shows the short schemas; the shop itself also refuses arguments it does not know.
+_PARAMETERS = {t["function"]["name"]: {**t["function"]["parameters"], "additionalProperties": False} for t in TOOLS}
+
+
+class Shop:
+    """An executable shop. `call` answers as the real environment would; `records` is its state, by order id."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]]):
+        self.records: dict[str, dict[str, Any]] = {r["order"]: dict(r) for r in records}
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of one call, a JSON object; writes change `records`. Never raises on bad input."""
+        if name not in _PARAMETERS:
+            return _violation("TOOL_NOT_AVAILABLE", f"no tool {name}")
+        error = jsonschema.exceptions.best_match(
+            jsonschema.Draft202012Validator(_PARAMETERS[name]).iter_errors(dict(arguments))
+        )
+        if error is not None:
+            return _violation("INVALID_PARAMETERS", f"bad arguments for {name}")
+        if name == "list_orders":
+            status = arguments["status"]
+            return {"orders": [r["order"] for r in self.records.values() if r["status"] == status]}
+        record = self.records.get(arguments["order"])
+        if record is None:
+            return {"error": "no such order"}
+        return getattr(self, f"_{name}")(record, arguments)
+
+    def _get_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(record)
+
+    def _get_total(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+        return {"order": record["order"], "total": record["qty"] * record["price"]}
+
+    def _pay_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+        return _refused(record, "new", "not new") or _moved(record, "paid")
+
+    def _ship_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+        return _refused(record, "paid", "not paid") or _moved(record, "shipped")
+
+    def _cancel_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+        if record["status"] in ("shipped", "cancelled"):
+            return {"error": f"already {record['status']}"}
+        return _moved(record, "cancelled")
+
+    def _change_qty(self, record: dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        refusal = _refused(record, "new", "not new")
+        if refusal:
+            return refusal
+        record["qty"] = arguments["qty"]
+        return {"order": record["order"], "qty": record["qty"]}
+
+
+def record_line(record: Mapping[str, Any], hidden: Sequence[str] = ()) -> str:
+    """One record as it stands in the system message; a hidden field is left out."""
+    return json.dumps({k: v for k, v in record.items() if k not in hidden})
+
+
+def _refused(record: Mapping[str, Any], needed: str, otherwise: str) -> dict[str, Any] | None:
+    """Shipped and cancelled orders are refused for what they are, others with `otherwise`."""
+    status = record["status"]
+    if status == needed:
+        return None
+    return {"error": f"already {status}"} if status in ("shipped", "cancelled") else {"error": otherwise}
+
+
+def _moved(record: dict[str, Any], status: str) -> dict[str, Any]:
+    record["status"] = status
+    return {"order": record["order"], "status": status}
+
+
+def _violation(code: str, message: str) -> dict[str, Any]:
+    return {"error_tool_call": {"code": code, "message": message}}

@@ -1,0 +1,1 @@
+"""Training: packing, the update, checkpoints, the loop, and the supervised warm start."""
