@@ -35,7 +35,7 @@ def clipped_surrogate(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at most -A x dual_clip.
 
-    PPO (arXiv 1707.06347, eq. 7), two-sided clip (DAPO, arXiv 2503.14476), dual clip (arXiv 1912.09729, eq. 5).
+    PPO (arXiv 1707.06347, eq. 7), two-sided clip (DAPO, arXiv 2503.14476), dual clip (arXiv 1912.09729).
     The log-ratio is cut at +-20 to keep r finite. On ties the unclipped branch counts, so a ratio of exactly 1 has its
     full gradient.
 

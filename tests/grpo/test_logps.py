@@ -1,0 +1,168 @@
+"""Log-probabilities of given tokens: whose they are, how they are normalised, and that no [B, T, V] is ever made."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from envace_jax.grpo import token_logps
+from models.qwen3 import Qwen3, Qwen3Config
+
+VOCAB, WIDTH = 11, 6
+
+
+class Bigram:
+    """A model whose logits after token i are table[i]: hidden states are one-hot, padding is NaN."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, tokens, positions, segments):
+        hidden = jax.nn.one_hot(tokens, VOCAB)
+        if segments is not None:
+            hidden = jnp.where((segments != 0)[..., None], hidden, jnp.nan)
+        return hidden, None
+
+    def logits(self, hidden):
+        return hidden @ self.table
+
+
+@pytest.fixture(scope="module")
+def table():
+    return np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 2
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(1).integers(0, 9, (2, WIDTH)).astype(np.int32)
+
+
+def expected_logps(table, tokens, temperature=1.0, vocab_size=VOCAB):
+    logits = table[tokens[:, :-1]].astype(float)[..., :vocab_size] / temperature
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.take_along_axis(probabilities, tokens[:, 1:, None], -1)[..., 0]
+    entropy = -np.sum(probabilities * np.log(probabilities), -1)
+    first = np.zeros((len(tokens), 1))
+    return np.concatenate([first, np.log(chosen)], 1), np.concatenate([first, entropy], 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 6, 100])
+def test_each_value_belongs_to_its_own_token_whatever_the_chunk(table, tokens, chunk):
+    logps = token_logps(Bigram(table), tokens, chunk=chunk)
+    assert logps.dtype == jnp.float32
+    np.testing.assert_allclose(logps, expected_logps(table, tokens)[0], atol=1e-5)
+    assert (np.asarray(logps)[:, 0] == 0).all()
+
+
+def test_tempered_and_normalised_over_the_tokenizers_ids(table, tokens):
+    logps, entropy = token_logps(Bigram(table), tokens, temperature=0.6, vocab_size=9, with_entropy=True, chunk=4)
+    expected = expected_logps(table, tokens, 0.6, 9)
+    np.testing.assert_allclose(logps, expected[0], atol=1e-5)
+    np.testing.assert_allclose(entropy, expected[1], atol=1e-5)
+
+
+def test_a_segment_starts_with_zero_and_padding_is_zero(table):
+    tokens = np.array([[3, 1, 4, 1, 5, 0]], np.int32)
+    segments = np.array([[1, 1, 1, 2, 2, 0]], np.int32)
+    logps, entropy = token_logps(Bigram(table), tokens, segments=segments, with_entropy=True)
+    expected = np.array(expected_logps(table, tokens))
+    expected[:, :, [3, 5]] = 0
+    np.testing.assert_allclose([logps, entropy], expected, atol=1e-5)
+
+
+def test_the_gradient_is_that_of_the_plain_formula_and_ignores_nan_padding(table):
+    tokens = np.array([[3, 1, 4, 1, 0, 0]], np.int32)
+    segments = np.array([[1, 1, 1, 1, 0, 0]], np.int32)
+
+    def chunked(table):
+        logps, entropy = token_logps(Bigram(table), tokens, segments=segments, vocab_size=9, with_entropy=True, chunk=4)
+        return jnp.sum(logps) + jnp.sum(entropy)
+
+    def plain(table):
+        logps = jax.nn.log_softmax(table[tokens[0, :3], :9])
+        return jnp.sum(logps[jnp.arange(3), tokens[0, 1:4]]) - jnp.sum(jnp.exp(logps) * logps)
+
+    got, want = (jax.value_and_grad(f)(jnp.asarray(table)) for f in (chunked, plain))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+
+
+def largest_value(jaxpr) -> int:
+    """Elements of the largest intermediate anywhere in a jaxpr."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        sizes += [int(np.prod(v.aval.shape)) for v in equation.outvars]
+        sizes += [largest_value(inner) for inner in jaxprs_in_params(equation.params)]
+    return max(sizes)
+
+
+def test_neither_pass_holds_the_logits_of_all_positions():
+    """Nothing is larger than the head or the logits of a chunk; those of all positions would be 2 x 64 x 512."""
+    batch, length, vocab, size, chunk = 2, 64, 512, 8, 4
+    tokens = jnp.zeros((batch, length), jnp.int32)
+
+    class Head:
+        def __init__(self, head):
+            self.head = head
+
+        def __call__(self, tokens, positions, segments):
+            return jnp.ones((*tokens.shape, size)) * self.head[0], None
+
+        def logits(self, hidden):
+            return hidden @ self.head.T
+
+    def loss(head):
+        return sum(jnp.sum(x) for x in token_logps(Head(head), tokens, chunk=chunk, with_entropy=True))
+
+    for function in (loss, jax.grad(loss)):
+        jaxpr = jax.make_jaxpr(function)(jnp.ones((vocab, size)))
+        assert largest_value(jaxpr.jaxpr) <= max(batch * chunk * vocab, vocab * size)
+
+
+def test_wrong_arguments_are_named(table, tokens):
+    with pytest.raises(ValueError, match="temperature = 0"):
+        token_logps(Bigram(table), tokens, temperature=0)
+    with pytest.raises(ValueError, match="chunk = 0"):
+        token_logps(Bigram(table), tokens, chunk=0)
+
+
+def test_qwen3_packed_into_a_row_scores_as_it_does_alone():
+    """Two sequences in one row with padding, temperature, a padded vocabulary, jitted with its parameters traced."""
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    graph, state = nnx.split(Qwen3(config, rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def packed(state, tokens, positions, segments, temperature):
+        def total(state):
+            logps = token_logps(
+                nnx.merge(graph, state), tokens, positions, segments, temperature=temperature, vocab_size=30, chunk=4
+            )
+            return jnp.sum(logps), logps
+
+        return jax.grad(total, has_aux=True)(state)
+
+    @jax.jit
+    def alone(state, sequences):
+        model = nnx.merge(graph, state)
+        return jax.nn.log_softmax(model.logits(model(sequences)[0])[..., :30] / 0.6)
+
+    tokens = np.array([[5, 9, 2, 7, 1, 1, 3, 0, 0]], np.int32)
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 1]], np.int32)
+    segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
+    gradient, logps = packed(state, tokens, positions, segments, 0.6)
+
+    first, second = np.asarray(alone(state, np.array([[5, 9, 2, 7], [1, 1, 3, 0]], np.int32)))
+    expected = [0, first[0, 9], first[1, 2], first[2, 7], 0, second[0, 1], second[1, 3], 0, 0]
+    np.testing.assert_allclose(logps, [expected], atol=1e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
