@@ -141,12 +141,12 @@ class OptimConfig:
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     weight_decay: float = 0.01
     b1: float = 0.9
     b2: float = 0.999
     grad_clip: float | None = 1.0  # global norm; null: off
-    micro_batch: int = 8  # rows per forward and backward pass
+    micro_batch: int = 8  # rows per forward and backward pass, on each data shard
     row_length: int | None = None  # width of a packed row; null: the longest episode allowed
     remat: bool = True
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -165,11 +165,14 @@ class TrainConfig(OptimConfig):
     """Reinforcement learning: the optimizer's settings and where the old log-probabilities come from."""
 
     old_logps: Literal["current", "recompute", "sampler"] = "current"
-    updates_per_batch: int = 1
+    updates_per_batch: int = 1  # optimizer steps, each on the whole batch
+    act: bool = True  # false: what the acting role sampled is not trained
+    rehearse: bool = True  # false: what the rehearsal role sampled is not trained
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive("train", self, "updates_per_batch")
+        _require(self.act or self.rehearse, "train.act and train.rehearse are both false: nothing would be trained")
         _require(
             self.old_logps != "current" or self.updates_per_batch == 1,
             "train.old_logps=current is exact at one update per batch only: "
