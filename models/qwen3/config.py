@@ -26,6 +26,16 @@ _PRESETS = {
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
 }
 
+# Without these a config.json does not say which model it is.
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -49,6 +59,8 @@ class RopeScaling:
             ValueError: an unknown type, an unknown key, or a missing `factor`.
         """
         values = {key: value for key, value in values.items() if value is not None and key != "rope_theta"}
+        if values.get("partial_rotary_factor") == 1.0:
+            del values["partial_rotary_factor"]
         rope_type = values.pop("rope_type", None) or values.get("type", "default")
         values.pop("type", None)
         if rope_type == "default":
@@ -151,10 +163,15 @@ class Qwen3Config:
             refused.append("attention_bias is true; Qwen3 has no attention bias")
         if values.get("use_sliding_window"):
             refused.append("use_sliding_window is true; only full attention is implemented")
+        elif "sliding_attention" in (values.get("layer_types") or ()):
+            refused.append("layer_types has 'sliding_attention'; only full attention is implemented")
         if values.get("hidden_act", "silu") != "silu":
             refused.append(f"hidden_act is {values['hidden_act']!r}, expected 'silu'")
         if values.get("quantization_config"):
             refused.append("quantization_config is set; load the unquantized checkpoint")
+        missing = [name for name in _REQUIRED if name not in values]
+        if missing:
+            refused.append(f"{', '.join(missing)} missing; expected the complete config.json of a Qwen3")
         if refused:
             raise ValueError(f"{where}: " + "; ".join(refused))
 
@@ -164,7 +181,7 @@ class Qwen3Config:
         fields = {name: values[name] for name in names if values.get(name) is not None}
         if isinstance(fields.get("eos_token_id"), list):
             fields["eos_token_id"] = fields["eos_token_id"][0]
-        if values.get("num_key_value_heads") is None:
+        if values["num_key_value_heads"] is None:
             fields["num_key_value_heads"] = values["num_attention_heads"]
         try:
             return cls(**fields, rope_theta=float(theta), rope_scaling=RopeScaling.from_dict(rope))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.qwen3 import attention
+from models.qwen3.attention import IMPLEMENTATIONS, cached_attention, self_attention
 from models.qwen3.cache import KVCache
 from models.qwen3.config import Qwen3Config
 from models.qwen3.sharding import check_divisible, constrain
@@ -116,6 +116,8 @@ class Qwen3(nnx.Module):
     ):
         if remat not in REMAT:
             raise ValueError(f"remat {remat!r} is unknown; use one of {', '.join(REMAT)}")
+        if attention not in IMPLEMENTATIONS:
+            raise ValueError(f"attention {attention!r} is unknown; use one of {', '.join(IMPLEMENTATIONS)}")
         if mesh is not None:
             check_divisible(config, mesh)
         self.config = config
@@ -181,7 +183,7 @@ class Qwen3(nnx.Module):
 
             def layer(x, w):
                 attend = functools.partial(
-                    attention.self_attention, segments=segments, implementation=self.attention, mesh=self.mesh
+                    self_attention, segments=segments, implementation=self.attention, mesh=self.mesh
                 )
                 return self._layer(x, w, angles, attend), None
 
@@ -196,7 +198,7 @@ class Qwen3(nnx.Module):
                 def attend(q, k, v):
                     nonlocal cache
                     cache = cache.write(i, positions, k, v)
-                    return attention.cached_attention(q, *cache.read(i, slots), positions)
+                    return cached_attention(q, *cache.read(i, slots), positions)
 
                 x = self._layer(x, w, angles, attend)
                 return (x, cache), None

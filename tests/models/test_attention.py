@@ -1,0 +1,82 @@
+"""Every attention kernel gives the result of the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.qwen3 import attention
+from models.qwen3.sharding import make_mesh
+
+
+def inputs(batch, length, heads, kv_heads, head_dim):
+    rng = np.random.default_rng(0)
+    shapes = [
+        (batch, length, heads, head_dim),
+        (batch, length, kv_heads, head_dim),
+        (batch, length, kv_heads, head_dim),
+    ]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def plain(q, k, v, mask):
+    """Softmax attention in float64, head by head; mask [B, T, S]."""
+    out = np.zeros(q.shape)
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        kv = h // (q.shape[2] // k.shape[2])
+        scores = q[b, :, h].astype(np.float64) @ k[b, :, kv].T / np.sqrt(q.shape[3])
+        weights = np.exp(np.where(mask[b], scores, -np.inf))
+        out[b, :, h] = weights / weights.sum(-1, keepdims=True) @ v[b, :, kv]
+    return out
+
+
+def causal(batch, length, segments=None):
+    mask = np.broadcast_to(np.tril(np.ones((length, length), bool)), (batch, length, length))
+    return mask if segments is None else mask & (segments[:, :, None] == segments[:, None, :])
+
+
+def test_self_attention_is_causal_within_segments():
+    q, k, v = inputs(2, 6, 4, 2, 8)
+    segments = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
+    out = attention.self_attention(q, k, v, jnp.asarray(segments))
+    np.testing.assert_allclose(out, plain(q, k, v, causal(2, 6, segments)), atol=1e-5)
+    np.testing.assert_allclose(attention.self_attention(q, k, v), plain(q, k, v, causal(2, 6)), atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_cached_attention_sees_slots_up_to_its_position(tokens):
+    q, k, v = inputs(2, 9, 6, 3, 8)
+    positions = np.array([[0, 4, 8], [7, 2, 3]])[:, :tokens]
+    mask = np.arange(9) <= positions[..., None]
+    out = attention.cached_attention(q[:, :tokens], k, v, jnp.asarray(positions))
+    np.testing.assert_allclose(out, plain(q[:, :tokens], k, v, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_splash_equals_the_plain_formula(sharded):
+    # The TPU kernel, interpreted; sharded over rows and heads as on a pod.
+    q, k, v = inputs(2, 128, 4, 2, 128)
+    segments = np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], 32, axis=1)
+    mesh = make_mesh(data=2, tp=2, devices=jax.devices()[:4]) if sharded else None
+    out = jax.jit(lambda q, k, v, s: attention._splash(q, k, v, s, mesh, interpret=True))(
+        q, k, v, jnp.asarray(segments)
+    )
+    np.testing.assert_allclose(out, plain(q, k, v, causal(2, 128, segments)), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "platform, length, head_dim, dtype, kernel",
+    [
+        ("cpu", 256, 128, "float32", "xla"),
+        ("tpu", 256, 128, "bfloat16", "splash"),
+        ("tpu", 200, 128, "bfloat16", "xla"),
+        ("tpu", 256, 64, "bfloat16", "xla"),
+        ("gpu", 200, 128, "bfloat16", "cudnn"),
+        ("gpu", 200, 128, "float32", "xla"),
+        ("gpu", 200, 256, "bfloat16", "xla"),
+    ],
+)
+def test_auto_takes_the_flash_kernel_where_it_applies(monkeypatch, platform, length, head_dim, dtype, kernel):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert attention.choose("auto", length=length, head_dim=head_dim, dtype=dtype) == kernel
+    assert attention.choose("xla", length=length, head_dim=head_dim, dtype=dtype) == "xla"
