@@ -1,0 +1,314 @@
+"""Checkpoints of runs, and the way from and to Hugging Face directories.
+
+    RUN/model_source/        config.json, tokenizer, template, generation config: what a model is besides its weights
+    RUN/checkpoints/STEP/    params, optimizer, metadata (Orbax); appears whole or not at all
+
+Arrays are stored flat, by name, so a checkpoint does not depend on how a library nests its trees, and are restored
+straight to their shards on whatever mesh asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from envace_jax.errors import CheckpointError
+from envace_jax.train.optim import named
+from envace_jax.train.state import TrainState
+from models.qwen3 import CheckpointError as ModelError
+from models.qwen3 import Qwen3, Qwen3Config, load_hf, save_hf
+from models.qwen3.sharding import state_shardings
+
+SOURCE, CHECKPOINTS = "model_source", "checkpoints"
+_ITEMS = ("params", "optimizer", "metadata")
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack")
+
+
+class Checkpoints:
+    """The checkpoints of one run, RUN/checkpoints. Saving goes on in the background; `close` waits for it.
+
+    Args:
+        run: the run directory.
+        keep: how many of the latest are kept; None: all.
+        read_only: neither creates nor cleans anything up, so that a run still going on can be read.
+    """
+
+    def __init__(self, run: str | Path, *, keep: int | None = 3, read_only: bool = False):
+        self.directory = Path(run).absolute() / CHECKPOINTS
+        if not read_only and jax.process_index() == 0:
+            _set_aside_incomplete(self.directory)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_names=_ITEMS,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=None if read_only else keep,
+                create=not read_only,
+                cleanup_tmp_directories=not read_only,
+                read_only=read_only,
+            ),
+        )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def latest(self) -> int | None:
+        """The step of the latest complete checkpoint."""
+        return max(_steps(self.directory), default=None)
+
+    def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
+        """Starts saving `state` under its step; returns once the state may be donated. A step saved before is kept."""
+        step = int(state.step)
+        if step in _steps(self.directory):
+            return
+        optimizer = {**_flat(state.opt_state), "step": state.step, "skipped": state.skipped}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(named(state.params)),
+                optimizer=ocp.args.StandardSave(optimizer),
+                metadata=ocp.args.JsonSave(dict(metadata)),
+            ),
+            force=True,
+        )
+
+    def restore(self, like: TrainState, step: int | None = None) -> TrainState:
+        """The state saved at `step` (default: the latest), with the types and places of `like` (see `abstract_state`).
+
+        Raises CheckpointError naming the checkpoint when it is not there, damaged, or another model's.
+        """
+        step = self._existing(step)
+        optimizer = {**_flat(like.opt_state), "step": like.step, "skipped": like.skipped}
+        params = self._restore(step, "params", named(like.params))
+        optimizer = self._restore(step, "optimizer", optimizer)
+        leaves = [params[name] for name in named(like.params)]
+        moments = [optimizer[name] for name in _flat(like.opt_state)]
+        return TrainState(
+            params=jax.tree.unflatten(jax.tree.structure(like.params), leaves),
+            opt_state=jax.tree.unflatten(jax.tree.structure(like.opt_state), moments),
+            step=optimizer["step"],
+            skipped=optimizer["skipped"],
+        )
+
+    def restore_params(self, like: nnx.State, step: int | None = None) -> nnx.State:
+        """Only the parameters of a checkpoint."""
+        restored = self._restore(self._existing(step), "params", named(like))
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in named(like)])
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """What was saved beside the state of a step (default: the latest)."""
+        step = self._existing(step)
+        with self._readable(step):
+            return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
+
+    def wait(self) -> None:
+        """Until what is being saved is complete."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for what is being saved and releases the directory."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def _existing(self, step: int | None) -> int:
+        steps = _steps(self.directory)
+        if not steps:
+            raise CheckpointError(f"{self.directory}: no complete checkpoint there")
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.directory}: no checkpoint of step {step}; there are {_listed(steps)}")
+        return max(steps) if step is None else step
+
+    def _restore(self, step: int, item: str, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+
+        def target(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here)
+
+        with self._readable(step):
+            args = ocp.args.StandardRestore({name: target(x) for name, x in like.items()})
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+
+    @contextmanager
+    def _readable(self, step: int):
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            others = [s for s in _steps(self.directory) if s != step]
+            remedy = f"remove it to use step {max(others)}" if others else "start again in another directory"
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"{self.directory / str(step)}: cannot be restored ({reason}); {remedy}") from error
+
+
+def load_model(
+    source: str | Path,
+    mesh: Mesh | None = None,
+    param_dtype: Any = jnp.float32,
+    dtype: Any = None,
+    *,
+    remat: str = "none",
+) -> Qwen3:
+    """A model from a Hugging Face directory, a run directory (its latest checkpoint) or a checkpoint.
+
+    Raises CheckpointError naming what is missing or wrong.
+    """
+    source = Path(source)
+    if (source / "config.json").is_file() or not source.is_dir():
+        try:
+            return load_hf(source, mesh, param_dtype, dtype, remat=remat)
+        except (ModelError, ValueError) as error:
+            raise CheckpointError(str(error)) from error
+    run, step = _resolve(source)
+    with Checkpoints(run, read_only=True) as checkpoints:
+        config = Qwen3Config.from_hf(checkpoints.metadata(step)["model"])
+        try:
+            abstract = nnx.eval_shape(
+                lambda: Qwen3(config, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=dtype, remat=remat, mesh=mesh)
+            )
+        except ValueError as error:  # the mesh does not divide the model
+            raise CheckpointError(f"{source}: {error}") from error
+        graphdef, params = nnx.split(abstract)
+        if mesh is not None:
+            params = jax.tree.map(
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                params,
+                state_shardings(params, mesh),
+            )
+        return nnx.merge(graphdef, checkpoints.restore_params(params, step))
+
+
+def tokenizer_directory(source: str | Path) -> Path:
+    """Where the tokenizer of a model lies: the Hugging Face directory itself, or a run's `model_source`."""
+    source = Path(source)
+    if (source / "config.json").is_file() or (source / "tokenizer_config.json").is_file():
+        return source
+    return _model_source(_resolve(source)[0])
+
+
+def write_model_source(run: str | Path, like: str | Path, config: Qwen3Config) -> Path:
+    """Puts RUN/model_source in place: all of `like` but its weights, and the config.json of `config`.
+
+    `like` is a Hugging Face directory, with or without weights, or another run.
+    """
+    target = Path(run) / SOURCE
+    if target.is_dir() or jax.process_index() != 0:
+        return target
+    like = tokenizer_directory(like)
+    temporary = target.with_name(f".{SOURCE}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for path in sorted(like.iterdir()):
+        if path.name.startswith(".") or path.suffix in _WEIGHTS or path.name.endswith(".index.json"):
+            continue
+        if path.is_file():
+            shutil.copyfile(path, temporary / path.name)
+        elif path.name == "additional_chat_templates":
+            shutil.copytree(path, temporary / path.name)
+    if not _describes(temporary, config):
+        (temporary / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
+    temporary.rename(target)
+    return target
+
+
+def export(source: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> Path:
+    """Writes a run's latest checkpoint, or the checkpoint named, as a Hugging Face directory.
+
+    Args:
+        source: RUN, RUN/checkpoints or RUN/checkpoints/STEP.
+        out: must not exist or be empty.
+        dtype: of the stored tensors: bfloat16, float16 or float32.
+
+    Raises CheckpointError naming what is missing, damaged or in the way.
+    """
+    run, _ = _resolve(Path(source))
+    like = _model_source(run)
+    try:
+        save_hf(load_model(source), out, dtype, like=like)
+    except (ModelError, OSError) as error:
+        raise CheckpointError(str(error)) from error
+    return Path(out)
+
+
+def import_hf(source: str | Path, out: str | Path) -> Path:
+    """Writes a Hugging Face directory as a run directory with one checkpoint, step 0, that `export` takes back.
+
+    Raises CheckpointError naming what is missing or damaged, or when `out` is not empty.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists and is not empty; choose another name or remove it")
+    model = load_model(source)
+    write_model_source(out, source, model.config)
+    zero = jnp.zeros((), jnp.int32)
+    with Checkpoints(out) as checkpoints:
+        checkpoints.save(TrainState(nnx.state(model), (), zero, zero + 0), {"model": model.config.to_hf("float32")})
+    return out
+
+
+def _resolve(source: Path) -> tuple[Path, int | None]:
+    """RUN and the step that `source` names; None where it names the run."""
+    source = source.absolute()
+    if source.parent.name == CHECKPOINTS and source.name.isdecimal():
+        run, step = source.parent.parent, int(source.name)
+    else:
+        run, step = (source.parent if source.name == CHECKPOINTS else source), None
+    steps = _steps(run / CHECKPOINTS)
+    if not steps or (step is not None and step not in steps):
+        found = f"there are steps {_listed(steps)}" if steps else "no complete checkpoint is there"
+        raise CheckpointError(
+            f"{source}: neither a run directory nor a checkpoint ({found}); "
+            f"give a directory that holds {CHECKPOINTS}/, or one of the checkpoints in it"
+        )
+    return run, step
+
+
+def _model_source(run: Path) -> Path:
+    source = run / SOURCE
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"{source}: missing; copy config.json and the tokenizer files of the run's model there")
+    return source
+
+
+def _describes(directory: Path, config: Qwen3Config) -> bool:
+    try:
+        return Qwen3Config.from_hf(directory) == config
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+
+
+def _steps(directory: Path) -> list[int]:
+    """Steps whose checkpoint is complete."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and _complete(path))
+
+
+def _complete(checkpoint: Path) -> bool:
+    return (checkpoint / "_CHECKPOINT_METADATA").is_file() and all((checkpoint / item).is_dir() for item in _ITEMS)
+
+
+def _set_aside_incomplete(directory: Path) -> None:
+    """Orbax takes any directory with a number for a checkpoint: a copy that broke off must not be the latest."""
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.name.isdecimal() and not _complete(path):
+            path.rename(path.with_name(f"{path.name}.incomplete"))
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))
