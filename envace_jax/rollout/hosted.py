@@ -1,0 +1,108 @@
+"""Episodes driven by the host: sample a little, look, append what comes next, sample on.
+
+    refill     free slots; a group's prompt is prefilled once and forked to its members
+    extend     forced headers, results of a real world, user turns: all that came due, in few calls
+    decode     all live slots together, by a chunk of tokens or until some generations have ended
+
+A sample depends on its episode's key and its position alone, so chunking and slots change nothing about the episodes;
+the fused path gives the same ones. Any world will do: the host sees every call before its response is due.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+
+from envace_jax.errors import EnvaceError
+from envace_jax.rollout.episode import Episode
+from envace_jax.rollout.judging import Bench
+from envace_jax.rollout.trajectory import ACT, REHEARSE
+from envace_jax.sampling import Completion, Engine, SamplingParams, Slots
+from models.qwen3 import Qwen3
+
+LOOK_EVERY = 32  # most tokens between two looks of the host
+
+
+def run_hosted(
+    engine: Engine,
+    model: Qwen3,
+    episodes: Sequence[Episode],
+    keys: Sequence[np.ndarray],
+    sampling: SamplingParams,
+    *,
+    judge_pool: Executor | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Run all episodes to their end. `keys`: uint32[2] for each. progress: called with how many have finished."""
+    grammar = episodes[0].rules.grammar if episodes else None
+    stops = {} if grammar is None else {role: grammar.stop_ids(role) for role in (ACT, REHEARSE)}
+    params = {
+        role: SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, stop_ids=ids)
+        for role, ids in stops.items()
+    }
+    bench = Bench(judge_pool)
+    waiting = deque(i for i, episode in enumerate(episodes) if episode.finish is None)
+    live: dict[int, int] = {}  # slot → episode
+    parked: set[int] = set()
+    parts: dict[int, list[Completion]] = {}
+    state = engine.start() if waiting else None
+    while waiting or live:
+        state = _refill(engine, model, state, episodes, keys, waiting, live)
+        state = _append_due(engine, model, state, {s: episodes[i] for s, i in live.items() if s not in parked})
+        speaking = {slot: episodes[i] for slot, i in live.items() if slot not in parked}
+        if speaking:
+            budgets = {s: e.allowance() - sum(len(p.tokens) for p in parts.get(s, ())) for s, e in speaking.items()}
+            roles = {slot: params[episode.role] for slot, episode in speaking.items()}
+            enough = max(1, len(speaking) // 8)
+            state, sampled = engine.decode(model, state, budgets, roles, steps=LOOK_EVERY, enough=enough)
+            for slot, completion in sampled.items():
+                parts.setdefault(slot, []).append(completion)
+                if completion.finish_reason is not None:
+                    _take(speaking[slot], parts.pop(slot))
+                    if speaking[slot].replied:
+                        bench.submit(slot, speaking[slot])
+                        parked.add(slot)
+        parked.difference_update(bench.collect(block=len(parked) == len(live)))
+        over = [slot for slot, i in live.items() if episodes[i].finish is not None]
+        for slot in over:
+            del live[slot]
+        if over and progress is not None:
+            progress(len(episodes) - len(waiting) - len(live))
+
+
+def _refill(
+    engine: Engine,
+    model: Qwen3,
+    state: Slots,
+    episodes: Sequence[Episode],
+    keys: Sequence[np.ndarray],
+    waiting: deque[int],
+    live: dict[int, int],
+) -> Slots:
+    """Start waiting episodes in the free slots."""
+    free = [slot for slot in range(engine.slots) if slot not in live]
+    fresh = {slot: waiting.popleft() for slot in free[: len(waiting)]}
+    live.update(fresh)
+    if not fresh:
+        return state
+    prompts = {slot: episodes[i].prompt for slot, i in fresh.items()}
+    return engine.prefill_groups(model, state, prompts, {slot: keys[i] for slot, i in fresh.items()})
+
+
+def _append_due(engine: Engine, model: Qwen3, state: Slots, episodes: Mapping[int, Episode]) -> Slots:
+    """Append what came due since the last look."""
+    due = {slot: episode.take_context() for slot, episode in episodes.items() if len(episode.context)}
+    return engine.extend(model, state, due) if due else state
+
+
+def _take(episode: Episode, parts: Sequence[Completion]) -> None:
+    tokens, logps, kept = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "logps", "log_kept_mass")
+    )
+    try:
+        episode.take(tokens, logps, kept)
+    except (EnvaceError, OSError):  # the world's endpoint failed, not the policy
+        episode.abandon("world_failed")

@@ -1,0 +1,84 @@
+"""Rollout of one step: tasks in, trajectories out, by whichever path the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from envace_jax.chat import ChatTokenizer
+from envace_jax.config import RolloutConfig
+from envace_jax.rewards import Judge, RuleJudge
+from envace_jax.rollout.episode import Episode, Rules
+from envace_jax.rollout.hosted import run_hosted
+from envace_jax.rollout.trajectory import Trajectory
+from envace_jax.rollout.worlds import RehearsalWorld, World
+from envace_jax.sampling import Budgets, Engine, Grammar, SamplingParams, sequence_keys
+from envace_jax.tasks import Task
+from models.qwen3 import Qwen3
+
+
+def make_rules(
+    chat: ChatTokenizer, settings: RolloutConfig, *, judge: Judge | None = None, empty_penalty: float = 0.1
+) -> Rules:
+    """The rules of episodes under `settings`; without a judge, items are answered by their own rules."""
+    budgets = Budgets(settings.turn_tokens, settings.response_tokens, settings.max_turns, settings.max_length)
+    grammar = Grammar.from_chat(chat, budgets, enable_thinking=settings.thinking)
+    return Rules(chat, grammar, judge or RuleJudge(), settings.thinking, empty_penalty)
+
+
+def run_episodes(
+    engine: Engine,
+    model: Qwen3,
+    chat: ChatTokenizer,
+    tasks: Sequence[Task],
+    *,
+    settings: RolloutConfig,
+    world: World | None = None,
+    seed: int = 0,
+    step: int = 0,
+    group_size: int | None = None,
+    first_episode: int = 0,
+    first_group: int = 0,
+    judge: Judge | None = None,
+    judge_pool: Executor | None = None,
+    empty_penalty: float = 0.1,
+    temperature: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Trajectory]:
+    """`group_size` episodes of every task, in order: those of task i have group `first_group + i`.
+
+    Args:
+        engine: at least `settings.max_length` long; it may have fewer slots than there are episodes.
+        settings: sampling, budgets, path (`engine`) and, unless `group_size` is given, the group size.
+        world: where responses come from; None: the policy rehearses.
+        seed, step, first_episode: episode j (from `first_episode` on) draws with `sequence_key(seed, step, j)`.
+        judge: of user turns; None: the rules that checklist items carry.
+        judge_pool: where verdicts are waited for while other episodes go on; None: judged at once.
+        temperature: instead of that of the settings; 0 is greedy.
+        progress: called with the numbers of finished and of all episodes.
+
+    Raises ValueError when episodes may outgrow the engine's slots.
+    """
+    if settings.max_length > engine.max_length:
+        raise ValueError(
+            f"rollout.max_length={settings.max_length} exceeds the engine's max_length={engine.max_length}"
+        )
+    size = settings.group_size if group_size is None else group_size
+    rules = make_rules(chat, settings, judge=judge, empty_penalty=empty_penalty)
+    world = RehearsalWorld() if world is None else world
+    episodes: list[Episode] = []
+    for task in tasks:
+        prompt = rules.prompt(task)
+        for _ in range(size):
+            responder = world.open(task, first_episode + len(episodes))
+            episodes.append(Episode(rules, task, responder, prompt=prompt))
+    numbers = range(first_episode, first_episode + len(episodes))
+    keys = sequence_keys(seed, step, numbers) if episodes else ()
+    heat = settings.temperature if temperature is None else temperature
+    sampling = SamplingParams(heat, settings.top_p, settings.top_k)
+    report = None if progress is None else lambda done: progress(done, len(episodes))
+    run_hosted(engine, model, episodes, keys, sampling, judge_pool=judge_pool, progress=report)
+    return [
+        episode.trajectory(group=first_group + i // size, trajectory=number)
+        for i, (episode, number) in enumerate(zip(episodes, numbers, strict=True))
+    ]
