@@ -1,0 +1,320 @@
+"""Reinforcement learning, step by step. Step s of a run
+
+1. takes the tasks of step s and samples a group of episodes for each,
+2. gives every generation its advantage within its role and group, and packs the episodes into rows,
+3. updates the policy from these rows,
+4. writes one line of metrics, and now and then evaluates, saves, and dumps the episodes.
+
+All of it depends on the configuration, the parameters and s alone: a run that was stopped, or killed, goes on from its
+last checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from envace_jax.chat import ChatTokenizer
+from envace_jax.config import Config, MeshConfig, to_dict
+from envace_jax.errors import CheckpointError, ConfigError
+from envace_jax.grpo import TokenBatch
+from envace_jax.rollout.trajectory import Trajectory
+from envace_jax.tasks import Task
+from envace_jax.train.batch import assign_advantages, episode_metrics, make_batch
+from envace_jax.train.checkpoint import SOURCE, Checkpoints, load_model, tokenizer_directory, write_model_source
+from envace_jax.train.data import task_batches
+from envace_jax.train.optim import make_optimizer, make_schedule
+from envace_jax.train.packing import pad_fraction
+from envace_jax.train.progress import Progress
+from envace_jax.train.record import Metrics, claim, read_metrics, write_trajectories
+from envace_jax.train.state import (
+    TrainState,
+    abstract_state,
+    create_state,
+    data_shards,
+    make_logps,
+    make_update,
+    place_batch,
+    state_shardings,
+)
+from envace_jax.train.stopping import EXIT_STATUS, Stopping, StopRun
+from models.qwen3 import Qwen3, Qwen3Config
+from models.qwen3.sharding import make_mesh
+
+Rollout = Callable[[Qwen3, Sequence[Task], int], list[Trajectory]]  # (model, tasks, step) -> episodes
+Evaluate = Callable[[Qwen3, int], Mapping[str, float]]  # (model, step) -> figures by name, `eval/success` among them
+
+
+def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | None = None) -> Path:
+    """Trains, and returns the run directory. Goes on by itself where `output_dir` holds a checkpoint.
+
+    Args:
+        config: the run.
+        evaluate: called before the first step, every `evaluation.every` steps and at the end; not at all at 0.
+        rollout: instead of `envace_jax.rollout.run_episodes`.
+
+    Raises:
+        EnvaceError: a setting, file or directory that must be mended; nothing has been trained then.
+        SystemExit: stopped by SIGTERM (75) or Ctrl-C (130), with all finished steps saved.
+    """
+    out, train = Path(config.output_dir), config.train
+    lock = claim(config)
+    mesh = _mesh(config.mesh)
+    with Checkpoints(out, keep=train.keep) as checkpoints, Stopping() as stopping:
+        job = _prepare(config, checkpoints, mesh, rollout)
+        chat, state, step = job.chat, job.state, job.step
+        log = Metrics(out, step if step else -1, tensorboard=config.logging.tensorboard)
+        if config.evaluation.every == 0:
+            evaluate = None
+        compiled = _Compilations()
+        schedule = make_schedule(train)
+        with Progress(train.steps, step, print_every=config.logging.print_every) as progress:
+            progress.note(job.headline)
+            try:
+                if evaluate is not None and step == 0:
+                    with stopping.at_once():
+                        log.write(0, _evaluate(evaluate, job.model(state), 0, progress))
+                while step < train.steps:
+                    began = time.perf_counter()
+                    with stopping.at_once():
+                        tasks = job.tasks(step)
+                        trajectories = job.rollout(job.model(state), tasks, step)
+                    sampled = time.perf_counter()
+
+                    advantages = assign_advantages(trajectories, config.advantage)
+                    batch, trained = make_batch(trajectories, advantages, job.row_length, train)
+                    placed, used = place_batch(
+                        batch, train.micro_batch, mesh, trained=trained, capacity=job.micro_batches
+                    )
+                    placed = job.with_reference(placed, used)
+                    rate = schedule(step * train.updates_per_batch - int(state.skipped))
+                    state, metrics = job.update(state, placed, used)
+                    metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                    step += 1
+                    ended = time.perf_counter()
+
+                    metrics |= episode_metrics(trajectories)
+                    tokens = metrics["tokens/act"] + metrics["tokens/rehearse"]
+                    metrics |= {
+                        "train/learning_rate": float(rate),
+                        "batch/rows": float(batch.tokens.shape[0]),
+                        "batch/micro_batches": float(used),
+                        "batch/pad_fraction": pad_fraction(batch),
+                        "time/rollout_s": sampled - began,
+                        "time/train_s": ended - sampled,
+                        "throughput/sampled_tokens_per_s": tokens / max(sampled - began, 1e-9),
+                        "throughput/trained_tokens_per_s": tokens / max(ended - sampled, 1e-9),
+                    }
+                    last = step == train.steps
+                    if evaluate is not None and (last or step % config.evaluation.every == 0):
+                        metrics |= _evaluate(evaluate, job.model(state), step, progress)
+                    metrics |= {"time/step_s": time.perf_counter() - began, "compile/count": float(compiled.count)}
+
+                    # The line first: a checkpoint without its line would leave a gap for good.
+                    log.write(step, metrics)
+                    stop = stopping.due(step)
+                    if last or stop or step % train.save_every == 0:
+                        checkpoints.save(state, job.metadata)
+                    every = config.logging.trajectories_every
+                    if every and (step == 1 or step % every == 0):
+                        write_trajectories(out, step, trajectories, advantages, chat)
+                    progress.update(step, _figures(metrics))
+                    if stop:
+                        raise StopRun
+            except StopRun:
+                checkpoints.save(state, job.metadata)
+                checkpoints.wait()
+                log.close()
+                name = "Ctrl-C" if stopping.signal.name == "SIGINT" else stopping.signal.name
+                progress.note(f"stopped by {name} after step {step}, which is saved; the same command goes on from it")
+                raise SystemExit(EXIT_STATUS[stopping.signal]) from None
+            checkpoints.wait()
+            log.close()
+            progress.note(_summary(out, step))
+    if lock is not None:
+        lock.close()
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """All that the steps of a run share, and where it starts."""
+
+    config: Config
+    graphdef: nnx.GraphDef
+    chat: ChatTokenizer
+    state: TrainState
+    step: int
+    tasks: Callable[[int], list[Task]]
+    rollout: Rollout
+    update: Callable[[TrainState, TokenBatch, int], tuple[TrainState, dict[str, jax.Array]]]
+    reference: Callable[[TokenBatch, int], jax.Array] | None
+    row_length: int
+    micro_batches: int
+    metadata: dict
+    headline: str
+
+    def model(self, state: TrainState) -> Qwen3:
+        return nnx.merge(self.graphdef, state.params)
+
+    def with_reference(self, batch: TokenBatch, used: int) -> TokenBatch:
+        if self.reference is None:
+            return batch
+        return dataclasses.replace(batch, ref_logps=self.reference(batch, used))
+
+
+def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollout: Rollout | None) -> _Job:
+    """Model, tokenizer, tasks and compiled functions; the state is the latest checkpoint's, or fresh."""
+    out, train = Path(config.output_dir), config.train
+    settings = {
+        "param_dtype": jnp.dtype(train.param_dtype),
+        "dtype": None if train.compute_dtype == "auto" else jnp.dtype(train.compute_dtype),
+        "remat": "layer" if train.remat else "none",
+    }
+    found = checkpoints.latest()
+    if found is None:
+        source = tokenizer_directory(config.model)
+        model = load_model(config.model, mesh, **settings)
+    else:
+        source = out / SOURCE
+        model = nnx.eval_shape(lambda: Qwen3(Qwen3Config.from_hf(source), rngs=nnx.Rngs(0), mesh=mesh, **settings))
+    model_config, chat = model.config, _tokenizer(source, model.config)
+    graphdef, params = nnx.split(model)
+    optimizer = make_optimizer(train)
+    like = abstract_state(params, optimizer, mesh)
+    reference = None
+    if found is None:
+        write_model_source(out, source, model_config)
+        if config.grpo.kl != "none":
+            reference = jax.tree.map(jnp.copy, params)
+        state = create_state(params, optimizer, mesh)
+        headline = f"{config.model}: training from step 0 to {train.steps}"
+    else:
+        if config.grpo.kl != "none":
+            reference = nnx.state(load_model(config.model, mesh, **settings))
+        state = checkpoints.restore(like, found)
+        headline = f"{out}: going on from step {found} to {train.steps}"
+
+    scoring = {"temperature": config.rollout.temperature, "vocab_size": chat.vocab_size}
+    update = make_update(
+        graphdef,
+        optimizer,
+        config.grpo,
+        old_logps=train.old_logps,
+        updates_per_batch=train.updates_per_batch,
+        shardings=state_shardings(like, mesh),
+        **scoring,
+    )
+    score = make_logps(graphdef, **scoring)
+    episodes = config.rollout.tasks_per_step * config.rollout.group_size
+    return _Job(
+        config=config,
+        graphdef=graphdef,
+        chat=chat,
+        state=state,
+        step=int(state.step),
+        tasks=task_batches(config.tasks, config.rollout.tasks_per_step, chat, thinking=config.rollout.thinking),
+        rollout=rollout or _make_rollout(config, model_config, chat, mesh),
+        update=update,
+        reference=None if reference is None else lambda batch, used: score(reference, batch, used),
+        row_length=train.row_length or config.rollout.max_length,
+        # As many as one row an episode needs: a step that packs better leaves the rest unused at no cost.
+        micro_batches=-(-episodes // (train.micro_batch * data_shards(mesh))),
+        metadata={"model": model_config.to_hf(train.param_dtype), "config": to_dict(config)},
+        headline=headline,
+    )
+
+
+def _make_rollout(config: Config, model_config: Qwen3Config, chat: ChatTokenizer, mesh: Mesh | None) -> Rollout:
+    from envace_jax.rollout import make_world, run_episodes
+    from envace_jax.sampling import Engine
+
+    settings = config.rollout
+    world = make_world(config.world)
+    engine = Engine(
+        model_config,
+        slots=settings.slots or settings.tasks_per_step * settings.group_size,
+        max_length=settings.max_length,
+        vocab_size=chat.vocab_size,
+        mesh=mesh,
+    )
+
+    def rollout(model: Qwen3, tasks: Sequence[Task], step: int) -> list[Trajectory]:
+        return run_episodes(
+            engine,
+            model,
+            chat,
+            tasks,
+            settings=settings,
+            world=world,
+            seed=config.seed,
+            step=step,
+            empty_penalty=config.reward.empty_penalty,
+        )
+
+    return rollout
+
+
+def _mesh(config: MeshConfig) -> Mesh | None:
+    """The mesh of the configuration; None on a single device."""
+    try:
+        mesh = make_mesh(config.data, config.fsdp, config.tp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return None if mesh.size == 1 else mesh
+
+
+def _tokenizer(directory: Path, config: Qwen3Config) -> ChatTokenizer:
+    try:
+        chat = ChatTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory}: its tokenizer cannot be used ({' '.join(str(error).split())})") from error
+    if chat.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {chat.vocab_size} ids and the model only {config.vocab_size}; "
+            "they do not belong together"
+        )
+    return chat
+
+
+def _evaluate(evaluate: Evaluate, model: Qwen3, step: int, progress: Progress) -> dict[str, float]:
+    began = time.perf_counter()
+    figures = {name: float(value) for name, value in evaluate(model, step).items()}
+    if "eval/success" in figures:
+        progress.note(f"evaluation after step {step}: success {figures['eval/success']:.3f}")
+    return {**figures, "time/eval_s": time.perf_counter() - began}
+
+
+def _figures(metrics: Mapping[str, float]) -> dict[str, float]:
+    shown = {"reward": "reward/mean", "success": "eval/success", "tokens/s": "throughput/sampled_tokens_per_s"}
+    return {name: metrics[key] for name, key in shown.items() if key in metrics}
+
+
+def _summary(out: Path, step: int) -> str:
+    """What was gained and where it lies."""
+    lines = read_metrics(out)
+
+    def gained(name: str, what: str) -> str | None:
+        values = [line[name] for line in lines if line.get(name) is not None]
+        return f"{what} {values[0]:.3f} -> {values[-1]:.3f}" if values else None
+
+    gains = gained("eval/success", "evaluation success") or gained("reward/mean", "reward") or "nothing to train"
+    return f"done: {gains} in {step} steps; everything lies in {out} (`envace export {out} OUT` makes a model of it)"
+
+
+class _Compilations:
+    """Counts the programs this process compiled, or took from the compilation cache, since it was made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, *_: object, **__: object) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
