@@ -258,16 +258,20 @@ class Config:
 class SFTDataConfig:
     """What the warm start imitates: recorded conversations, both roles."""
 
-    kind: Literal["mini", "jsonl"] = "mini"  # demonstrations of the embedded world, or trajectories from a file
-    path: str | None = None  # needed by `jsonl`
-    visibility: Literal["full", "partial"] = "full"
-    size: int = 20000  # demonstrations
+    kind: Literal["mini", "jsonl"] = "mini"  # the embedded world's demonstrations and drills, or tasks from a file
+    path: str | None = None  # needed by `jsonl`: checklist tasks, whose recorded conversations are imitated
     seed: int = 0
     thinking: bool = True
+    conversations: int = 16  # in each step
+    max_tokens: int = 4096  # longer conversations are left out
+    drill_steps: int = 0  # mini: steps of drills alone (long runs of random calls) before demonstrations begin
+    drill_fraction: float = 0.5  # mini: drills among the conversations after that
 
     def __post_init__(self) -> None:
         _require(self.kind != "jsonl" or self.path is not None, "data.path must be set when data.kind=jsonl")
-        _require_positive("data", self, "size")
+        _require_positive("data", self, "conversations", "max_tokens")
+        _require(self.drill_steps >= 0, f"data.drill_steps must not be negative, found {self.drill_steps}")
+        _require(0 <= self.drill_fraction <= 1, f"data.drill_fraction must lie in 0..1, found {self.drill_fraction}")
 
 
 @dataclass(frozen=True)
@@ -279,11 +283,6 @@ class SFTTrainConfig(OptimConfig):
     warmup_steps: int = 20
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     micro_batch: int = 8
-    rows_per_step: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_positive("train", self, "rows_per_step")
 
 
 @dataclass(frozen=True)
@@ -293,7 +292,7 @@ class SFTConfig:
     output_dir: str
     model: str | None = None  # HF directory to start from; null: random weights of `architecture`
     seed: int = 0
-    tokenizer: str | None = None  # HF directory of the tokenizer; null: the model's
+    tokenizer: str | None = None  # HF directory of the tokenizer; null: the model's, or one trained for data.kind=mini
     architecture: dict[str, Any] | None = None  # fields of Hugging Face's config.json, for random weights
     role_weights: tuple[float, float] = (1.0, 1.0)  # act, rehearse
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
@@ -308,6 +307,6 @@ class SFTConfig:
             "set either model (a directory with weights) or architecture (random weights), not both and not neither",
         )
         _require(
-            self.architecture is None or self.tokenizer is not None,
-            "tokenizer must be set when the model starts from architecture",
+            self.architecture is None or self.tokenizer is not None or self.data.kind == "mini",
+            "tokenizer must be set when the model starts from architecture and data.kind is not mini",
         )

@@ -66,7 +66,7 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
     """
     out, train = Path(config.output_dir), config.train
     lock = claim(config)
-    mesh = _mesh(config.mesh)
+    mesh = device_mesh(config.mesh)
     with Checkpoints(out, keep=train.keep) as checkpoints, Stopping() as stopping:
         job = _prepare(config, checkpoints, mesh, rollout)
         chat, state, step = job.chat, job.state, job.step
@@ -185,7 +185,7 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
     else:
         source = out / SOURCE
         model = nnx.eval_shape(lambda: Qwen3(Qwen3Config.from_hf(source), rngs=nnx.Rngs(0), mesh=mesh, **settings))
-    model_config, chat = model.config, _tokenizer(source, model.config)
+    model_config, chat = model.config, read_tokenizer(source, model.config)
     graphdef, params = nnx.split(model)
     optimizer = make_optimizer(train)
     like = abstract_state(params, optimizer, mesh)
@@ -262,16 +262,21 @@ def _make_rollout(config: Config, model_config: Qwen3Config, chat: ChatTokenizer
     return rollout
 
 
-def _mesh(config: MeshConfig) -> Mesh | None:
-    """The mesh of the configuration; None on a single device."""
+def device_mesh(config: MeshConfig) -> Mesh | None:
+    """The mesh of the configuration; None on a single device. Sizes that are all given may leave devices idle."""
+    devices = jax.devices()
+    wanted = config.data * config.fsdp * config.tp
+    if 0 < wanted < len(devices) and jax.process_count() == 1:
+        devices = devices[:wanted]
     try:
-        mesh = make_mesh(config.data, config.fsdp, config.tp)
+        mesh = make_mesh(config.data, config.fsdp, config.tp, devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return None if mesh.size == 1 else mesh
 
 
-def _tokenizer(directory: Path, config: Qwen3Config) -> ChatTokenizer:
+def read_tokenizer(directory: Path, config: Qwen3Config) -> ChatTokenizer:
+    """The tokenizer of a model directory; CheckpointError when it cannot be used, or has more ids than the model."""
     try:
         chat = ChatTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:

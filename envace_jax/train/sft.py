@@ -1,0 +1,152 @@
+"""The supervised warm start: both roles imitate recorded conversations.
+
+Each step takes the conversations that belong to it, packs them into rows, and lowers the mean negative log-likelihood
+of the trained tokens, act and rehearse weighted by `role_weights`. The step's data depend on its number alone, so a
+run that is started again goes on where its last checkpoint was.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from envace_jax.chat import ChatTokenizer
+from envace_jax.chat.build import train_tokenizer
+from envace_jax.config import ConfigError, SFTConfig, to_dict
+from envace_jax.grpo import ACT, CONTEXT, REHEARSE, TokenBatch, token_logps
+from envace_jax.tasks.mini import vocabulary
+from envace_jax.train.checkpoint import SOURCE, Checkpoints, export, load_model, tokenizer_directory, write_model_source
+from envace_jax.train.loop import device_mesh, read_tokenizer
+from envace_jax.train.optim import make_optimizer, make_schedule
+from envace_jax.train.packing import pack, pad_fraction
+from envace_jax.train.progress import Progress
+from envace_jax.train.record import Metrics, claim
+from envace_jax.train.sft_data import batches
+from envace_jax.train.state import LossSums, abstract_state, create_state, make_step, place_batch, state_shardings
+from envace_jax.train.stopping import EXIT_STATUS, Stopping
+from models.qwen3 import Qwen3, Qwen3Config
+
+MODEL = "model"
+
+
+def sft(config: SFTConfig) -> Path:
+    """Runs the warm start, going on from the latest checkpoint where there is one.
+
+    Returns the Hugging Face directory it wrote, `output_dir`/model.
+
+    Raises:
+        EnvaceError: a setting, file or directory that must be mended.
+        SystemExit: stopped by SIGTERM (75) or Ctrl-C (130), with all finished steps saved.
+    """
+    out, train = Path(config.output_dir), config.train
+    lock = claim(config)
+    mesh = device_mesh(config.mesh)
+    with Checkpoints(out, keep=train.keep) as checkpoints, Stopping() as stopping:
+        model, chat = _initial_model(config, out, mesh)
+        graphdef, params = nnx.split(model)
+        optimizer, schedule = make_optimizer(train), make_schedule(train)
+        like = abstract_state(params, optimizer, mesh)
+        state = create_state(params, optimizer, mesh)
+        if checkpoints.latest() is not None:
+            state = checkpoints.restore(like)
+        start = step = int(state.step)
+        sums = likelihood_sums(graphdef, config.role_weights, chat.vocab_size)
+        update = make_step(sums, optimizer, state_shardings(like, mesh))
+        batch_of, row_length = batches(config.data, chat), train.row_length or config.data.max_tokens
+        metadata = {"model": model.config.to_hf(train.param_dtype), "config": to_dict(config)}
+        log = Metrics(out, step if step else -1, tensorboard=config.logging.tensorboard)
+        with Progress(train.steps, start, print_every=config.logging.print_every) as progress:
+            progress.note(f"{out}: supervised training from step {start} to {train.steps}")
+            while step < train.steps:
+                began = time.perf_counter()
+                recorded = [t for t in batch_of(step) if len(t) <= row_length]
+                batch = pack(recorded, [{}] * len(recorded), row_length)
+                trained = np.any(batch.roles != CONTEXT, axis=1)
+                placed, used = place_batch(batch, train.micro_batch, mesh, trained=trained, capacity=4)
+                state, metrics = update(state, placed, used)
+                metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                metrics |= {
+                    "train/learning_rate": float(schedule(step)),
+                    "batch/pad_fraction": pad_fraction(batch),
+                    "time/step_s": time.perf_counter() - began,
+                }
+                step += 1
+                log.write(step, metrics)
+                stop = stopping.due(step)
+                if stop or step == train.steps or step % train.save_every == 0:
+                    checkpoints.save(state, metadata)
+                shown = ("loss/act", "loss/rehearse", "time/step_s")
+                progress.update(step, {name.split("/")[1]: metrics[name] for name in shown})
+                if stop:
+                    break
+            checkpoints.wait()
+            log.close()
+            if stopping.signal is not None and step < train.steps:
+                progress.note(f"stopped after step {step}, which is saved; the same command goes on from it")
+                raise SystemExit(EXIT_STATUS[stopping.signal])
+            if not (out / MODEL).exists():
+                export(out, out / MODEL, dtype="float32")
+            progress.note(f"done: {step} steps; the model lies in {out / MODEL}")
+    if lock is not None:
+        lock.close()
+    return out / MODEL
+
+
+def likelihood_sums(graphdef: nnx.GraphDef, role_weights: tuple[float, float], vocab_size: int | None) -> LossSums:
+    """Summed weighted negative log-likelihood, its weight, and `loss/act`, `loss/rehearse` as (sum, weight) pairs."""
+
+    def sums(params: nnx.State, batch: TokenBatch) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        model = nnx.merge(graphdef, params)
+        logps = token_logps(model, batch.tokens, batch.positions, batch.segments, vocab_size=vocab_size)
+        numerator = denominator = jnp.zeros(())
+        metrics = {}
+        for name, role, weight in (("act", ACT, role_weights[0]), ("rehearse", REHEARSE, role_weights[1])):
+            mask = batch.roles == role
+            loss, count = jnp.sum(jnp.where(mask, -logps, 0.0)), jnp.sum(mask, dtype=jnp.float32)
+            numerator, denominator = numerator + weight * loss, denominator + weight * count
+            metrics[f"loss/{name}"] = (loss, count)
+        metrics["loss/total"] = (numerator, denominator)
+        return numerator, denominator, metrics
+
+    return sums
+
+
+def _initial_model(config: SFTConfig, out: Path, mesh: Any) -> tuple[Qwen3, ChatTokenizer]:
+    """The model to start from and its tokenizer; `output_dir`/model_source holds all of it but the weights."""
+    settings = {
+        "param_dtype": jnp.dtype(config.train.param_dtype),
+        "dtype": None if config.train.compute_dtype == "auto" else jnp.dtype(config.train.compute_dtype),
+        "remat": "layer" if config.train.remat else "none",
+    }
+    if config.model is not None:
+        model = load_model(config.model, mesh, **settings)
+        source = tokenizer_directory(config.tokenizer or config.model)
+        write_model_source(out, source, model.config)
+        return model, read_tokenizer(out / SOURCE, model.config)
+    source = Path(config.tokenizer) if config.tokenizer else _trained_tokenizer(out)
+    try:
+        architecture = Qwen3Config.from_hf({"vocab_size": _vocab_size(source), **config.architecture})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"architecture: {error}") from error
+    write_model_source(out, source, architecture)
+    model = Qwen3(architecture, rngs=nnx.Rngs(config.seed), mesh=mesh, **settings)
+    return model, read_tokenizer(out / SOURCE, architecture)
+
+
+def _trained_tokenizer(out: Path) -> Path:
+    """The embedded world's tokenizer, trained once."""
+    directory = out / "tokenizer"
+    if not (directory / "tokenizer_config.json").is_file():
+        train_tokenizer(vocabulary.texts(), vocabulary.VOCAB_SIZE, directory, pattern=vocabulary.PATTERN)
+    return directory
+
+
+def _vocab_size(tokenizer: Path) -> int:
+    """Rows of the embedding: the tokenizer's ids, rounded up to a multiple of 64 as is usual."""
+    return -(-ChatTokenizer.from_pretrained(tokenizer).vocab_size // 64) * 64
