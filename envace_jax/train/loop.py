@@ -12,6 +12,7 @@ last checkpoint as if nothing had happened.
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,83 +65,85 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
         EnvaceError: a setting, file or directory that must be mended; nothing has been trained then.
         SystemExit: stopped by SIGTERM (75) or Ctrl-C (130), with all finished steps saved.
     """
-    out, train = Path(config.output_dir), config.train
-    lock = claim(config)
+    out = Path(config.output_dir)
     mesh = device_mesh(config.mesh)
-    with Checkpoints(out, keep=train.keep) as checkpoints, Stopping() as stopping:
+    with claim(config), Checkpoints(out, keep=config.train.keep) as checkpoints, Stopping() as stopping:
         job = _prepare(config, checkpoints, mesh, rollout)
-        chat, state, step = job.chat, job.state, job.step
-        log = Metrics(out, step if step else -1, tensorboard=config.logging.tensorboard)
-        if config.evaluation.every == 0:
-            evaluate = None
-        compiled = _Compilations()
-        schedule = make_schedule(train)
-        with Progress(train.steps, step, print_every=config.logging.print_every) as progress:
-            progress.note(job.headline)
-            try:
-                if evaluate is not None and step == 0:
-                    with stopping.at_once():
-                        log.write(0, _evaluate(evaluate, job.model(state), 0, progress))
-                while step < train.steps:
-                    began = time.perf_counter()
-                    with stopping.at_once():
-                        tasks = job.tasks(step)
-                        trajectories = job.rollout(job.model(state), tasks, step)
-                    sampled = time.perf_counter()
-
-                    advantages = assign_advantages(trajectories, config.advantage)
-                    batch, trained = make_batch(trajectories, advantages, job.row_length, train)
-                    placed, used = place_batch(
-                        batch, train.micro_batch, mesh, trained=trained, capacity=job.micro_batches
-                    )
-                    placed = job.with_reference(placed, used)
-                    rate = schedule(step * train.updates_per_batch - int(state.skipped))
-                    state, metrics = job.update(state, placed, used)
-                    metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                    step += 1
-                    ended = time.perf_counter()
-
-                    metrics |= episode_metrics(trajectories)
-                    tokens = metrics["tokens/act"] + metrics["tokens/rehearse"]
-                    metrics |= {
-                        "train/learning_rate": float(rate),
-                        "batch/rows": float(batch.tokens.shape[0]),
-                        "batch/micro_batches": float(used),
-                        "batch/pad_fraction": pad_fraction(batch),
-                        "time/rollout_s": sampled - began,
-                        "time/train_s": ended - sampled,
-                        "throughput/sampled_tokens_per_s": tokens / max(sampled - began, 1e-9),
-                        "throughput/trained_tokens_per_s": tokens / max(ended - sampled, 1e-9),
-                    }
-                    last = step == train.steps
-                    if evaluate is not None and (last or step % config.evaluation.every == 0):
-                        metrics |= _evaluate(evaluate, job.model(state), step, progress)
-                    metrics |= {"time/step_s": time.perf_counter() - began, "compile/count": float(compiled.count)}
-
-                    # The line first: a checkpoint without its line would leave a gap for good.
-                    log.write(step, metrics)
-                    stop = stopping.due(step)
-                    if last or stop or step % train.save_every == 0:
-                        checkpoints.save(state, job.metadata)
-                    every = config.logging.trajectories_every
-                    if every and (step == 1 or step % every == 0):
-                        write_trajectories(out, step, trajectories, advantages, chat)
-                    progress.update(step, _figures(metrics))
-                    if stop:
-                        raise StopRun
-            except StopRun:
-                checkpoints.save(state, job.metadata)
-                checkpoints.wait()
-                log.close()
-                name = "Ctrl-C" if stopping.signal.name == "SIGINT" else stopping.signal.name
-                progress.note(f"stopped by {name} after step {step}, which is saved; the same command goes on from it")
-                raise SystemExit(EXIT_STATUS[stopping.signal]) from None
-            checkpoints.wait()
-            log.close()
-            progress.note(_summary(out, step))
-    if lock is not None:
-        lock.close()
+        log = Metrics(out, job.step if job.step else -1, tensorboard=config.logging.tensorboard)
+        progress = Progress(config.train.steps, job.step, print_every=config.logging.print_every)
+        with log, progress:
+            _train(job, checkpoints, log, stopping, progress, evaluate if config.evaluation.every else None)
     return out
+
+
+def _train(
+    job: _Job,
+    checkpoints: Checkpoints,
+    log: Metrics,
+    stopping: Stopping,
+    progress: Progress,
+    evaluate: Evaluate | None,
+) -> None:
+    """The steps that are left."""
+    config, train, out = job.config, job.config.train, Path(job.config.output_dir)
+    state, step = job.state, job.step
+    compiled, schedule = _Compilations(), make_schedule(train)
+    progress.note(job.headline)
+    try:
+        if evaluate is not None and step == 0:
+            with stopping.at_once():
+                log.write(0, _evaluate(evaluate, job.model(state), 0, progress))
+        while step < train.steps:
+            began = time.perf_counter()
+            with stopping.at_once():
+                trajectories = job.rollout(job.model(state), job.tasks(step), step)
+            sampled = time.perf_counter()
+
+            advantages = assign_advantages(trajectories, config.advantage)
+            batch, trained = make_batch(trajectories, advantages, job.row_length, train)
+            placed, used = place_batch(batch, train.micro_batch, job.mesh, trained=trained, capacity=job.micro_batches)
+            rate = schedule((step - int(state.skipped)) * train.updates_per_batch)
+            state, figures = job.update(state, job.with_reference(placed, used), used)
+            metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
+            step += 1
+            ended = time.perf_counter()
+
+            metrics |= episode_metrics(trajectories)
+            tokens = metrics["tokens/act"] + metrics["tokens/rehearse"]
+            metrics |= {
+                "train/learning_rate": float(rate),
+                "batch/rows": float(batch.tokens.shape[0]),
+                "batch/micro_batches": float(used),
+                "batch/pad_fraction": pad_fraction(batch),
+                "time/rollout_s": sampled - began,
+                "time/train_s": ended - sampled,
+                "throughput/sampled_tokens_per_s": tokens / max(sampled - began, 1e-9),
+                "throughput/trained_tokens_per_s": tokens / max(ended - sampled, 1e-9),
+            }
+            last = step == train.steps
+            if evaluate is not None and (last or step % config.evaluation.every == 0):
+                metrics |= _evaluate(evaluate, job.model(state), step, progress)
+            metrics |= {"time/step_s": time.perf_counter() - began, "compile/count": float(compiled.count)}
+
+            # The line first: a checkpoint without its line would leave a gap for good.
+            log.write(step, metrics)
+            stop = stopping.due(step)
+            if last or stop or step % train.save_every == 0:
+                checkpoints.save(state, job.metadata)
+            dump_every = config.logging.trajectories_every
+            if dump_every and (step == 1 or step % dump_every == 0):
+                write_trajectories(out, step, trajectories, advantages, job.chat)
+            progress.update(step, _shown(metrics))
+            if stop and not last:
+                raise StopRun
+    except StopRun:
+        checkpoints.save(state, job.metadata)
+        checkpoints.wait()
+        by = "Ctrl-C" if stopping.signal is signal.SIGINT else stopping.signal.name
+        progress.note(f"stopped by {by} after step {step}, which is saved; the same command goes on from there")
+        raise SystemExit(EXIT_STATUS[stopping.signal]) from None
+    checkpoints.wait()
+    progress.note(_summary(out, step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,7 @@ class _Job:
     """All that the steps of a run share, and where it starts."""
 
     config: Config
+    mesh: Mesh | None
     graphdef: nnx.GraphDef
     chat: ChatTokenizer
     state: TrainState
@@ -216,6 +220,7 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
     episodes = config.rollout.tasks_per_step * config.rollout.group_size
     return _Job(
         config=config,
+        mesh=mesh,
         graphdef=graphdef,
         chat=chat,
         state=state,
@@ -297,7 +302,7 @@ def _evaluate(evaluate: Evaluate, model: Qwen3, step: int, progress: Progress) -
     return {**figures, "time/eval_s": time.perf_counter() - began}
 
 
-def _figures(metrics: Mapping[str, float]) -> dict[str, float]:
+def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
     shown = {"reward": "reward/mean", "success": "eval/success", "tokens/s": "throughput/sampled_tokens_per_s"}
     return {name: metrics[key] for name, key in shown.items() if key in metrics}
 

@@ -26,10 +26,25 @@ from envace_jax.rollout.trajectory import Trajectory
 CONFIG, METRICS, LOCK = "config.yaml", "metrics.jsonl", ".lock"
 
 
-def claim(config: Any) -> TextIO | None:
-    """Makes `config.output_dir` this run's: creates it, or checks that it holds this very run.
+class Claim:
+    """Keeps other processes out of a run directory until it is closed."""
 
-    Returns the lock that keeps other processes out; close it at the end. None on processes other than the first.
+    def __init__(self, lock: TextIO | None):
+        self._lock = lock
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+def claim(config: Any) -> Claim:
+    """Makes `config.output_dir` this run's: creates it, or checks that it holds this very run. Process 0 decides.
 
     Raises:
         CheckpointError: the directory holds another run (each key that differs is named), files that are not a run's,
@@ -37,7 +52,7 @@ def claim(config: Any) -> TextIO | None:
     """
     out = Path(config.output_dir)
     if jax.process_index() != 0:
-        return None
+        return Claim(None)
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out}: is a file; choose another output_dir")
     foreign = sorted(p.name for p in out.iterdir() if p.name != LOCK) if out.is_dir() else []
@@ -56,7 +71,7 @@ def claim(config: Any) -> TextIO | None:
     temporary = out / f".{CONFIG}"
     save_config(config, temporary)
     os.replace(temporary, out / CONFIG)
-    return lock
+    return Claim(lock)
 
 
 def _check_same_run(out: Path, config: Any) -> None:
@@ -103,6 +118,12 @@ class Metrics:
             from tensorboardX import SummaryWriter
 
             self._events = SummaryWriter(str(Path(run) / "tensorboard"), purge_step=step + 1 if step >= 0 else None)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line. What is not finite becomes null: NaN is not JSON."""

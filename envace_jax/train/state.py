@@ -153,7 +153,7 @@ def make_step(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, _at(batch, 0)))
         gradient, denominator, metrics = jax.lax.fori_loop(0, used, add, zeros)
         gradient = jax.tree.map(lambda g: safe_divide(g, denominator), gradient)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(norm)
 
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
