@@ -1,19 +1,19 @@
 """Buckets: the few static shapes that keep the number of compiled programs fixed.
 
-A ladder goes up by half steps (64, 96, 128, 192, ...), so at most a third of a padded length is padding; the number
-of its rungs grows with the logarithm of the longest length.
+A ladder doubles, or goes up by half steps (64, 96, 128, 192, ...) where at most a third of a padded length should be
+padding; the number of its rungs grows with the logarithm of the longest length.
 """
 
 from collections.abc import Iterator
 
 
-def ladder(start: int, stop: int) -> tuple[int, ...]:
-    """Rungs `start, 1.5 start, 2 start, 3 start, ...` below `stop`, and `stop` itself as the last."""
+def ladder(start: int, stop: int, halves: bool = True) -> tuple[int, ...]:
+    """Rungs `start, 1.5 start, 2 start, 3 start, ...` below `stop`, then `stop`; without `halves` only the doubled."""
     rungs = []
     rung = min(start, stop)
     while rung < stop:
         rungs.append(rung)
-        if rung + rung // 2 < stop:
+        if halves and rung + rung // 2 < stop:
             rungs.append(rung + rung // 2)
         rung *= 2
     return (*rungs, stop)

@@ -46,6 +46,9 @@ class Engine:
         decode_chunk: most tokens a slot samples between two looks of the host.
         prefill_chunk: most tokens of a prompt that are forwarded at once; longer ones go in pieces.
         prefill_tokens: most tokens, padding included, that one prefill call forwards; bounds its memory.
+        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long.
+        compact: decode few active slots as a small batch. Costs the memory of half the cache, and two to four times
+            the programs; not on a mesh that spreads slots.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Engine:
         decode_chunk: int = 128,
         prefill_chunk: int = 512,
         prefill_tokens: int = 8192,
+        min_window: int = 256,
+        compact: bool = True,
     ):
         if slots < 1 or max_length < 2:
             raise ValueError(f"an engine needs slots >= 1 and max_length >= 2, found slots={slots}, {max_length=}")
@@ -74,12 +79,13 @@ class Engine:
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         self.dtype = jnp.dtype(default if dtype is None else dtype)
         self.decode_chunk = decode_chunk
-        self.windows = ladder(128, max_length)
+        self.windows = ladder(min_window, max_length, halves=False)
         self._pieces = ladder(16, min(prefill_chunk, max_length))
         self._prefill_tokens = max(prefill_tokens, self._pieces[-1])
         # Rows that live on several devices are appended to where they are, all at once.
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
         self._whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
+        self.compact = compact and not self._whole
         self.compilations = 0  # programs traced so far
 
         self._append = self.jit(self._append_body, static=("graph", "window"), donate=("state",))
@@ -112,10 +118,10 @@ class Engine:
     def _name_body(self, state, rows, keys):
         return self.pin(dataclasses.replace(state, keys=state.keys.at[rows].set(keys, mode="drop")))
 
-    def _decode_body(self, graph, params, state, sampling, budgets, min_tokens, steps, enough, window):
-        state, out = device.decode(
+    def _decode_body(self, graph, params, state, rows, sampling, budgets, min_tokens, steps, enough, window):
+        part, out = device.decode(
             nnx.merge(graph, params),
-            state,
+            device.take(state, rows, window),
             sampling,
             budgets,
             min_tokens,
@@ -126,7 +132,7 @@ class Engine:
             vocab_size=self.vocab_size,
             pin_state=self.pin,
         )
-        return state, device.everywhere(out, self.mesh)
+        return self.pin(device.put(state, part, rows)), device.everywhere(out, self.mesh)
 
     # Calls on the slots.
 
@@ -180,11 +186,13 @@ class Engine:
         active: Mapping[int, int],
         params: SamplingParams | Mapping[int, SamplingParams],
         steps: int | None = None,
+        enough: int | None = None,
     ) -> tuple[Slots, dict[int, Completion]]:
         """Sample in the slots of `active` until each draws a stop id or has drawn its budget, `active[slot]` tokens.
 
         The budgets stand in for `max_new_tokens`, and are cut to the room that is left; `min_new_tokens` counts from
-        here. With `steps`, at most so many tokens a slot are drawn now; what can go on then has finish_reason None.
+        here. With `steps`, at most so many tokens a slot are drawn now, with `enough` the call returns when so many
+        slots have finished; what can go on then has finish_reason None.
         Raises ValueError for an empty slot.
         """
         params = {slot: params if isinstance(params, SamplingParams) else params[slot] for slot in active}
@@ -197,10 +205,12 @@ class Engine:
             for slot in active
         }
         done = 0
-        while any(stream.reason is None for stream in work.values()) and (steps is None or done < steps):
+        finished = sum(stream.reason is not None for stream in work.values())
+        while finished < min(len(work), enough or len(work)) and (steps is None or done < steps):
             now = self.decode_chunk if steps is None else min(self.decode_chunk, steps - done)
-            state = self._chunk(model, state, work, now)
+            state = self._chunk(model, state, work, now, None if enough is None else enough - finished)
             done += now
+            finished = sum(stream.reason is not None for stream in work.values())
         return state, {slot: stream.completion() for slot, stream in work.items()}
 
     def generate(
@@ -272,6 +282,22 @@ class Engine:
         """The smallest window of the cache that holds `length` tokens."""
         return fit(min(length, self.max_length), self.windows)
 
+    def rows(self, active: Sequence[int]) -> np.ndarray | None:
+        """The slots a decoding loop works on: the active ones, filled up to a bucket with idle ones. None: all.
+
+        When most streams of a batch have ended, the rest should not pay for the whole batch.
+        """
+        if not self.compact:
+            return None
+        bucket = self.slots
+        while bucket % 2 == 0 and bucket // 2 >= max(len(active), self.slots // 8):
+            bucket //= 2
+        if bucket == self.slots:
+            return None
+        taken = set(active)
+        idle = [slot for slot in range(self.slots) if slot not in taken]
+        return np.array([*active, *idle[: bucket - len(active)]], np.int32)
+
     def _forward(self, model, state, tokens: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> Slots:
         """Append `tokens` from `starts` on, in pieces, pieces of like length together."""
         graph, params = self.split(model)
@@ -338,13 +364,18 @@ class Engine:
         for slot, stream in live.items():
             budgets[slot] = stream.budget - stream.drawn
             held[slot] = max(0, stream.params.min_new_tokens - stream.drawn)
+        sampling = slot_sampling(self.slots, {slot: stream.params for slot, stream in live.items()})
+        rows = self.rows(list(live))
+        if rows is not None:
+            sampling, budgets, held = jax.tree.map(lambda x: x[rows], (sampling, budgets, held))
         graph, params = self.split(model)
         longest = max(s.length + min(steps, s.budget - s.drawn) for s in live.values())
         state, out = self._decode(
             graph=graph,
             params=params,
             state=state,
-            sampling=slot_sampling(self.slots, {slot: stream.params for slot, stream in live.items()}),
+            rows=rows,
+            sampling=sampling,
             budgets=budgets,
             min_tokens=held,
             steps=np.int32(steps),
@@ -352,8 +383,9 @@ class Engine:
             window=self.window(longest),
         )
         out = Sampled(*(np.asarray(x) for x in out))
-        for slot, stream in live.items():
-            stream.take(out, slot)
+        for row, slot in enumerate(range(self.slots) if rows is None else rows.tolist()):
+            if slot in live:
+                live[slot].take(out, row)
         return state
 
     def _slot(self, slot: int) -> int:

@@ -189,19 +189,22 @@ class FusedLoop:
             raise ValueError(f"steps must lie in 1..look_every={self.look_every}, found {steps}")
         status, lengths = np.asarray(state.status), np.asarray(state.slots.lengths)
         running = status == Status.RUNNING
+        rows = self.engine.rows(np.flatnonzero(running).tolist())
         graph, params = self.engine.split(model)
         state, record, counts, taken = self._run(
             graph=graph,
             params=params,
             state=state,
-            sampling=self._sampling,
+            rows=rows,
+            sampling=self._sampling if rows is None else jax.tree.map(lambda x: x[rows], self._sampling),
             steps=np.int32(steps),
             enough=np.int32(self.engine.slots + 1 if enough is None else enough),
             window=self.engine.window(int(lengths[running].max(initial=0)) + steps),
         )
         record, counts = Recorded(*(np.asarray(x) for x in record)), np.asarray(counts)
-        for slot in np.flatnonzero(counts).tolist():
-            self._parts[slot].append(Recorded(*(x[slot, : counts[slot]].copy() for x in record)))
+        for row in np.flatnonzero(counts).tolist():
+            slot = row if rows is None else int(rows[row])
+            self._parts[slot].append(Recorded(*(x[row, : counts[row]].copy() for x in record)))
         return state, self.report(state, int(taken))
 
     def report(self, state: FusedState, steps: int = 0) -> Report:
@@ -243,13 +246,30 @@ class FusedLoop:
             tail=put(state.tail, 0),
         )
 
-    def _run_body(self, graph, params, state, sampling, steps, enough, window):
+    def _run_body(self, graph, params, state, rows, sampling, steps, enough, window):
+        whole, slots = state, device.take(state.slots, rows, window)
+        if rows is not None:
+            state = jax.tree.map(lambda x: x[rows], dataclasses.replace(state, slots=None))
+        state, *read = self._loop(
+            graph, params, dataclasses.replace(state, slots=slots), sampling, steps, enough, window
+        )
+        slots = self.engine.pin(device.put(whole.slots, state.slots, rows))
+        if rows is not None:
+            state = jax.tree.map(
+                lambda old, new: old.at[rows].set(new),
+                dataclasses.replace(whole, slots=None),
+                dataclasses.replace(state, slots=None),
+            )
+        return dataclasses.replace(state, slots=slots), *device.everywhere(read, self.engine.mesh)
+
+    def _loop(self, graph, params, state, sampling, steps, enough, window):
         engine, grammar = self.engine, self.grammar
         model = nnx.merge(graph, params)
         forced_tokens, forced_lengths = jnp.asarray(self._forced), jnp.asarray(self._forced_lengths)
         status_after = jnp.asarray(_STATUS_AFTER)
         began = jnp.sum(state.status == Status.RUNNING)
-        never = jnp.zeros(engine.slots, bool)
+        count = state.slots.count
+        never = jnp.zeros(count, bool)
 
         def proceed(carry):
             step, state, _, _ = carry
@@ -289,12 +309,12 @@ class FusedLoop:
             )
             return step + 1, state, record, counts + running
 
-        shape = (engine.slots, self.look_every)
+        shape = (count, self.look_every)
         record = Recorded(*(jnp.zeros(shape, t) for t in _TYPES))
         taken, state, record, counts = jax.lax.while_loop(
-            proceed, body, (jnp.int32(0), state, record, jnp.zeros(engine.slots, jnp.int32))
+            proceed, body, (jnp.int32(0), state, record, jnp.zeros(count, jnp.int32))
         )
-        return state, *device.everywhere((record, counts, taken), engine.mesh)
+        return state, record, counts, taken
 
 
 def _context(tokens: np.ndarray) -> Recorded:

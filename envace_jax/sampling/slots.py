@@ -154,6 +154,26 @@ def fork(state: Slots, sources: jax.Array, rows: jax.Array, keys: jax.Array, win
     )
 
 
+def take(state: Slots, rows: jax.Array | None, window: int) -> Slots:
+    """The streams of `rows` int32[R] (distinct slots) as a state of their own, R rows of `window` tokens; None: all."""
+    if rows is None:
+        return state
+    cache = jax.tree.map(lambda x: jnp.take(x, rows, axis=1)[:, :, :window], state.cache)
+    return Slots(cache, state.hidden[rows], state.lengths[rows], state.keys[rows])
+
+
+def put(state: Slots, part: Slots, rows: jax.Array | None) -> Slots:
+    """Write back what `take` took."""
+    if rows is None:
+        return part
+    return dataclasses.replace(
+        state,
+        cache=_put_rows(state.cache, part.cache, rows),
+        hidden=state.hidden.at[rows].set(part.hidden),
+        lengths=state.lengths.at[rows].set(part.lengths),
+    )
+
+
 def draw(
     model: Qwen3, state: Slots, sampling: SlotSampling, hold: jax.Array, vocab_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,12 +15,12 @@ class Stream:
         self.reason: str | None = "length" if budget <= 0 else None
         self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def take(self, out: Sampled, slot: int) -> None:
-        count = int(out.counts[slot])
-        self.parts.append(tuple(x[slot, :count].copy() for x in (out.tokens, out.logps, out.log_kept_mass)))
+    def take(self, out: Sampled, row: int) -> None:
+        count = int(out.counts[row])
+        self.parts.append(tuple(x[row, :count].copy() for x in (out.tokens, out.logps, out.log_kept_mass)))
         self.drawn += count
         self.length += count
-        if out.stopped[slot]:
+        if out.stopped[row]:
             self.reason = "stop"
         elif self.drawn >= self.budget:
             self.reason = "length"

@@ -37,7 +37,7 @@ def other_model() -> Qwen3:
 
 @pytest.fixture(scope="session")
 def engine() -> Engine:
-    return Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=8, prefill_chunk=32)
+    return Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=8, prefill_chunk=32, min_window=64)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

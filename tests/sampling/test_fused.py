@@ -135,7 +135,7 @@ def fused_episodes(engine, model, steps: int):
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=24, prefill_chunk=32)
+    return Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=24, prefill_chunk=32, min_window=64)
 
 
 @pytest.fixture(scope="module")
