@@ -134,16 +134,30 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(mesh, axes, x.shape[0])))
 
 
-def state_specs(state: nnx.State) -> nnx.State:
-    """The PartitionSpec of every parameter of `state` (of a `Qwen3`, real or abstract), in the same structure.
+def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
+    """The NamedSharding of every parameter of a `Qwen3`'s state, real or abstract.
+
+    The result has the tree structure of `state`, so that it serves `jax.tree.map`, `jax.device_put` and `jax.jit`.
 
     Raises:
         KeyError: a parameter that `PARAM_AXES` does not list.
     """
-    flat = [(path, spec(PARAM_AXES[".".join(map(str, path))])) for path, _ in nnx.to_flat_state(state)]
-    return nnx.from_flat_state(flat)
+
+    def place(path: tuple[str, ...], leaf):
+        sharding = NamedSharding(mesh, spec(PARAM_AXES[".".join(path)]))
+        return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
+
+    return nnx.from_flat_state([(path, place(path, leaf)) for path, leaf in nnx.to_flat_state(state)])
 
 
-def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """The NamedSharding of every parameter of `state`, in the same structure."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), state_specs(state), is_leaf=lambda x: isinstance(x, P))
+def shard_model(model: nnx.Module, mesh: Mesh) -> nnx.Module:
+    """The same `Qwen3` with its parameters laid out on `mesh`, computing there.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    check_divisible(model.config, mesh)
+    graphdef, state = nnx.split(model)
+    placed = nnx.merge(graphdef, jax.device_put(state, state_shardings(state, mesh)))
+    placed.mesh = mesh
+    return placed

@@ -1,5 +1,7 @@
 """On eight simulated devices the model is laid out as the table says and computes the same."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +120,19 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_would():
 def test_every_parameter_of_a_preset_has_a_spec_that_divides_it():
     mesh = sharding.make_mesh(1, 2, 4)
     state = nnx.state(nnx.eval_shape(lambda: Qwen3(Qwen3Config.preset("qwen3-32b"), rngs=nnx.Rngs(0))))
-    shardings = by_name(sharding.state_shardings(state, mesh))
-    for name, value in by_name(state).items():
-        assert np.prod(shardings[name].shard_shape(value.shape)) in (value.size, value.size // 8), name
-    assert shardings["layers.k_proj"].shard_shape(state["layers"]["k_proj"].shape) == (64, 256, 2560)
+    local = jax.tree.map(lambda x, place: place.shard_shape(x.shape), state, sharding.state_shardings(state, mesh))
+    assert local["layers"]["k_proj"].get_value() == (64, 256, 2560)
+    assert local["embed_tokens"].get_value() == (151_936 // 4, 2560)
+    sizes = jax.tree.map(
+        lambda x, place: x.size // math.prod(place.shard_shape(x.shape)), state, sharding.state_shardings(state, mesh)
+    )
+    assert set(jax.tree.leaves(sizes)) == {1, 8}  # norms whole, matrices in eighths
+
+
+def test_model_moved_to_a_mesh_equals_one_loaded_there(untied):
+    mesh = sharding.make_mesh(2, 2, 2)
+    moved, loaded = sharding.shard_model(untied.model, mesh), load_hf(untied.directory, mesh)
+    assert untied.model.mesh is None and moved.mesh == mesh
+    assert nnx.split(moved)[0] == nnx.split(loaded)[0]
+    places = [jax.tree.map(lambda x: x.sharding, nnx.state(model)) for model in (moved, loaded)]
+    assert places[0] == places[1]
