@@ -1,6 +1,7 @@
 """Episodes: who speaks next, where responses come from, and the record of what was sampled."""
 
 from envace_jax.rollout.episode import Episode, Rules
+from envace_jax.rollout.job import run
 from envace_jax.rollout.recorded import encode_conversation
 from envace_jax.rollout.runner import make_rules, run_episodes
 from envace_jax.rollout.trajectory import ACT, CONTEXT, REHEARSE, TokenStream, Trajectory
@@ -33,5 +34,6 @@ __all__ = [
     "encode_conversation",
     "make_rules",
     "make_world",
+    "run",
     "run_episodes",
 ]

@@ -23,8 +23,6 @@ from envace_jax.rollout.trajectory import ACT, REHEARSE
 from envace_jax.sampling import Completion, Engine, SamplingParams, Slots
 from models.qwen3 import Qwen3
 
-LOOK_EVERY = 32  # most tokens between two looks of the host
-
 
 def run_hosted(
     engine: Engine,
@@ -33,6 +31,7 @@ def run_hosted(
     keys: Sequence[np.ndarray],
     sampling: SamplingParams,
     *,
+    look_every: int = 64,
     judge_pool: Executor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
@@ -57,7 +56,7 @@ def run_hosted(
             budgets = {s: e.allowance() - sum(len(p.tokens) for p in parts.get(s, ())) for s, e in speaking.items()}
             roles = {slot: params[episode.role] for slot, episode in speaking.items()}
             enough = max(1, len(speaking) // 8)
-            state, sampled = engine.decode(model, state, budgets, roles, steps=LOOK_EVERY, enough=enough)
+            state, sampled = engine.decode(model, state, budgets, roles, steps=look_every, enough=enough)
             for slot, completion in sampled.items():
                 parts.setdefault(slot, []).append(completion)
                 if completion.finish_reason is not None:

@@ -9,6 +9,7 @@ from envace_jax.chat import ChatTokenizer
 from envace_jax.config import RolloutConfig
 from envace_jax.rewards import Judge, RuleJudge
 from envace_jax.rollout.episode import Episode, Rules
+from envace_jax.rollout.fused import run_fused
 from envace_jax.rollout.hosted import run_hosted
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.rollout.worlds import RehearsalWorld, World
@@ -76,8 +77,20 @@ def run_episodes(
     keys = sequence_keys(seed, step, numbers) if episodes else ()
     heat = settings.temperature if temperature is None else temperature
     sampling = SamplingParams(heat, settings.top_p, settings.top_k)
-    report = None if progress is None else lambda done: progress(done, len(episodes))
-    run_hosted(engine, model, episodes, keys, sampling, judge_pool=judge_pool, progress=report)
+    # What the host must answer cannot run inside the loop, so such episodes are hosted whatever the settings say.
+    inside = [i for i, episode in enumerate(episodes) if settings.engine == "fused" and episode.responder is None]
+    outside = sorted(set(range(len(episodes))) - set(inside))
+    for path, chosen, before in ((run_fused, inside, 0), (run_hosted, outside, len(inside))):
+        path(
+            engine,
+            model,
+            [episodes[i] for i in chosen],
+            [keys[i] for i in chosen],
+            sampling,
+            look_every=settings.look_every,
+            judge_pool=judge_pool,
+            progress=None if progress is None else lambda done, before=before: progress(before + done, len(episodes)),
+        )
     return [
         episode.trajectory(group=first_group + i // size, trajectory=number)
         for i, (episode, number) in enumerate(zip(episodes, numbers, strict=True))
