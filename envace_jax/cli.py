@@ -58,10 +58,12 @@ def _options(
 @app.command(epilog=_example("envace train configs/mini.yaml", "envace train configs/mini.yaml train.steps=20 seed=1"))
 def train(config: ConfigArg, overrides: Overrides = None) -> None:
     """Train by role-wise GRPO; resumes by itself when output_dir holds a checkpoint."""
-    from envace_jax import train
     from envace_jax.config import load_config
 
-    train.run(load_config(config, overrides or ()))
+    settings = load_config(config, overrides or ())
+    from envace_jax import evaluate, train
+
+    train.run(settings, evaluate=evaluate.during_training(settings))
 
 
 @app.command(epilog=_example("envace sft configs/mini_sft.yaml", "envace sft configs/mini_sft.yaml train.steps=100"))

@@ -57,11 +57,22 @@ def test_help_comes_without_loading_jax():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_train_hands_over_the_file_with_its_overrides(envace, config, package):
+@pytest.fixture
+def training(package):
+    """Puts a stand-in for training in place: `training(f)` has `envace train` call f(config, evaluation callback)."""
+
+    def put(run):
+        package("evaluate", during_training=lambda config: f"measures {config.model}")
+        package("train", run=lambda config, *, evaluate: run(config, evaluate))
+
+    return put
+
+
+def test_train_hands_over_the_file_with_its_overrides_and_an_evaluation(envace, config, training):
     seen = []
-    package("train", run=seen.append)
+    training(lambda *given: seen.append(given))
     assert envace("train", config, "train.steps=3", "seed=7")[0] == 0
-    assert [(c.model, c.train.steps, c.seed) for c in seen] == [("m", 3, 7)]
+    assert [(c.model, c.train.steps, c.seed, e) for c, e in seen] == [("m", 3, 7, "measures m")]
 
 
 def test_sft_reads_its_own_schema(envace, config, package):
@@ -71,8 +82,8 @@ def test_sft_reads_its_own_schema(envace, config, package):
     assert seen[0].data.size == 10
 
 
-def test_a_misspelt_key_is_one_line_and_status_2(envace, config, package):
-    package("train", run=lambda config: pytest.fail("must not run"))
+def test_a_misspelt_key_is_one_line_and_status_2(envace, config, training):
+    training(lambda *given: pytest.fail("must not run"))
     status, _, err = envace("train", config, "train.stpes=3")
     assert status == 2
     assert err.strip() == "error: command line: unknown key 'train.stpes'; did you mean 'train.steps'?"
@@ -87,22 +98,30 @@ def test_an_error_of_a_package_is_one_line_and_status_2(envace, tmp_path, packag
     assert (status, err.strip()) == (2, "error: runs/absent: no checkpoint [here]")
 
 
-def test_a_bug_keeps_its_traceback(config, package):
-    def run(config):
+def test_a_bug_keeps_its_traceback(config, training):
+    def run(*given):
         raise ZeroDivisionError("a bug")
 
-    package("train", run=run)
+    training(run)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", str(config)])
 
 
-def test_ctrl_c_is_one_line_and_status_130(envace, config, package):
-    def run(config):
+def test_ctrl_c_is_one_line_and_status_130(envace, config, training):
+    def run(*given):
         raise KeyboardInterrupt
 
-    package("train", run=run)
+    training(run)
     status, _, err = envace("train", config)
     assert (status, err.strip()) == (130, "interrupted")
+
+
+def test_a_stopped_run_says_so_itself_and_keeps_its_status(envace, config, training):
+    def run(*given):
+        raise SystemExit(75)
+
+    training(run)
+    assert envace("train", config) == (75, "", "")
 
 
 @pytest.mark.parametrize("args", [["trian"], ["train"], ["evaluate", "moon"], ["train", "a.yaml", "--fast"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import grain
@@ -36,7 +37,8 @@ def task_batches(config: TasksConfig, per_step: int, chat: ChatTokenizer, *, thi
         return made
 
     bad: list[TaskError] = []
-    read = list(read_tasks(config.path, on_error=bad.append if config.skip_bad else None))[: config.size]
+    tasks = read_tasks(config.path, split=config.split, on_error=bad.append if config.skip_bad else None)
+    read = list(itertools.islice(tasks, config.size))
     limit = config.max_prompt_tokens
     fits = [t for t in read if limit is None or len(chat.render(t.prompt, t.tools, True, thinking)) <= limit]
     if not fits:

@@ -188,6 +188,7 @@ def write_trajectories(
                 "advantages": {str(g): float(a) for g, a in own.items()},
                 "finish": t.finish,
                 "valid": t.valid,
+                "info": dict(t.info),
                 "text": chat.decode(t.tokens),
                 "messages": list(t.messages),
                 "tokens": t.tokens.tolist(),

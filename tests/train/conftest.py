@@ -1,12 +1,16 @@
 """A tiny policy and packed batches of random episodes for it."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from envace_jax.chat.build import train_tokenizer
 from envace_jax.grpo import TokenBatch
-from models.qwen3 import Qwen3
+from envace_jax.tasks.mini.vocabulary import PATTERN, texts
+from models.qwen3 import Qwen3, save_hf
 
 
 @pytest.fixture
@@ -16,7 +20,7 @@ def tiny_model(tiny_qwen3_config):
 
 
 @pytest.fixture(scope="session")
-def make_rows(tiny_qwen3_config):
+def make_rows():
     """make_rows(rows, seed=0): a TokenBatch [rows, 24]; each row two episodes with both roles, and padding behind."""
 
     def make(rows: int, seed: int = 0) -> TokenBatch:
@@ -38,7 +42,7 @@ def make_rows(tiny_qwen3_config):
                 advantages[at] = np.where(roles[at] == 1, rng.normal(), rng.normal())
                 start += length
         return TokenBatch(
-            tokens=rng.integers(0, tiny_qwen3_config.vocab_size, shape).astype(np.int32),
+            tokens=rng.integers(0, 90, shape).astype(np.int32),  # ids below the tests' vocab_size
             positions=positions,
             segments=segments,
             roles=roles,
@@ -48,3 +52,16 @@ def make_rows(tiny_qwen3_config):
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory, tiny_qwen3_config):
+    """A Hugging Face directory: the tiny model with random weights and a tokenizer of the embedded world."""
+    directory = tmp_path_factory.mktemp("policy")
+    train_tokenizer(texts(40), 512, directory, pattern=PATTERN)
+    config = dataclasses.replace(tiny_qwen3_config, vocab_size=512, max_position_embeddings=2048)
+    save_hf(Qwen3(config, rngs=nnx.Rngs(0)), directory / "model", "float32")
+    for path in (directory / "model").iterdir():
+        path.rename(directory / path.name)
+    (directory / "model").rmdir()
+    return directory
