@@ -66,7 +66,7 @@ def read_tasks(
         except TaskError as error:
             if on_error is None:
                 raise TaskError(
-                    f"{error}; set tasks.skip_bad=true to leave such lines out",
+                    f"{error}; set tasks.skip_bad=true (`envace data build`: --skip-bad) to leave such records out",
                     reason=error.reason,
                     task_id=error.task_id,
                     line=error.line,

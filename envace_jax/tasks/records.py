@@ -112,7 +112,9 @@ def parse_task(record: Any, *, where: str = "task", line: int | None = None) -> 
 
 def _parse(record: Mapping[str, Any]) -> Task:
     # In parquet, what differs from row to row in shape may be kept as JSON text.
-    listed = {k: decode_json(record[k], k) for k in ("messages", "tools", "checklists") if isinstance(record.get(k), str)}
+    listed = {
+        k: decode_json(record[k], k) for k in ("messages", "tools", "checklists") if isinstance(record.get(k), str)
+    }
     record = {**record, **listed}
     # One pass of the encoder finds NaN, values that are no JSON, and text that no UTF-8 file can hold.
     try:
@@ -174,7 +176,9 @@ def _parse_item(item: Any, users: int, place: str) -> ChecklistItem:
         item["focus_on"].startswith(FOCI),
         f"{place}: focus_on {item['focus_on']!r} must begin with one of {', '.join(FOCI)}",
     )
-    require(isinstance(weight, int | float) and not isinstance(weight, bool), f"{place}: weight {weight!r} is no number")
+    require(
+        isinstance(weight, int | float) and not isinstance(weight, bool), f"{place}: weight {weight!r} is no number"
+    )
     require(0 <= weight <= 1 + WEIGHT_TOLERANCE, f"{place}: weight {weight!r} does not lie in 0..1")
     required = item.get("required_for_next_turn")
     require(required is None or isinstance(required, bool), f"{place}: required_for_next_turn must be true or false")
@@ -265,7 +269,9 @@ def _from_parquet_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "extra_info has neither original_index nor index to name the record by",
     )
     arguments = info.get("interaction_kwargs")
-    require(isinstance(arguments, Mapping), f"extra_info.interaction_kwargs must be an object, found {_kind(arguments)}")
+    require(
+        isinstance(arguments, Mapping), f"extra_info.interaction_kwargs must be an object, found {_kind(arguments)}"
+    )
     kept = {key: info.get(key) for key in ("messages", "tools", "meta")}
     return {"uuid": str(row_id), "checklists": arguments.get("checklist_list"), **kept}
 
