@@ -38,7 +38,7 @@ def make_task(turns: int = 1, items: Sequence[Sequence[Mapping]] | None = None) 
                 "id": f"t{t}",
                 "question": "?",
                 "focus_on": "assistant.content",
-                "pass_condition": "",
+                "pass_condition": "p",
                 "weight": 1.0,
                 "rule": {"kind": "reply_states", "statements": [f"Done {t}"]},
             }

@@ -6,19 +6,16 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.chat.build import train_tokenizer
 from envace_jax.rewards import RuleJudge
 from envace_jax.rollout import ACT, MixedWorld, RealWorld, RehearsalWorld, run_episodes
 from envace_jax.sampling import Engine
-from models.qwen3 import Qwen3Config
 
+from .bigram import Bigram
 from .conftest import SETTINGS, make_task
 
 SAMPLED = dataclasses.replace(
@@ -28,19 +25,6 @@ CALL = '{"name": "get_order", "arguments": {"order": "A11"}}'
 RESPONSES = ('{"a": 1}', '{"error_tool_call": {}}', "no order")
 REPLY = "Done 0."
 LINES = (CALL, *RESPONSES, REPLY, "{broken", "\n\n")
-
-
-class Bigram(nnx.Module):
-    """The interface of `Qwen3`; the distribution of a token depends on the token before it alone."""
-
-    def __init__(self, table: np.ndarray, config: Qwen3Config):
-        self.table, self.config = nnx.Param(jnp.asarray(table)), config
-
-    def __call__(self, tokens, positions=None, segments=None, cache=None, window=None):
-        return jax.nn.one_hot(tokens, self.config.hidden_size, dtype=jnp.float32), cache
-
-    def logits(self, hidden):
-        return hidden @ self.table[...]
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +65,7 @@ def policy(lines) -> Bigram:
     follows(id_of(RESPONSES[0]), response_close=0.97, ok=0.03)
     follows(id_of(RESPONSES[1]), response_close=1.0)
     follows(id_of(RESPONSES[2]), response_close=0.5, im_end=0.5)
-    config = Qwen3Config(
-        vocab_size=size,
-        hidden_size=size,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=2,
-        tie_word_embeddings=True,
-    )
-    return Bigram(table, config)
+    return Bigram(table)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,265 @@
+"""The embedded world as a benchmark: success in the executable shop, and how true rehearsals are.
+
+A task succeeds when the shop ends in the recorded final state and every reply states what the recorded one does. The
+floors say what these figures are worth: a clerk that does nothing, and how often nothing had to change. Fidelity is
+teacher-forced, over the calls of the expert and of clerks with mixed habits, who ask for what the expert never would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from envace_jax.chat import ChatTokenizer
+from envace_jax.config import Config, RolloutConfig
+from envace_jax.errors import ConfigError
+from envace_jax.evaluate.rehearsals import Outcome, rehearse_recorded
+from envace_jax.evaluate.statistics import share
+from envace_jax.rollout import RealWorld, Trajectory, make_rules, run_episodes
+from envace_jax.sampling import Engine
+from envace_jax.tasks import Task
+from envace_jax.tasks.mini import WRITES, mini_tasks
+from envace_jax.tasks.mini.demos import HABIT_WEIGHTS, play_task
+from envace_jax.tasks.mini.generate import HELD_OUT
+from envace_jax.tasks.mini.policies import states
+from models.qwen3 import Qwen3
+
+SETTINGS = RolloutConfig(
+    group_size=1,
+    temperature=1.0,  # instead of it, evaluations say theirs
+    thinking=False,
+    max_turns=16,
+    max_length=768,
+    turn_tokens=128,
+    response_tokens=96,
+    look_every=32,
+    engine="hosted",
+)
+SLOTS = 128
+
+
+def evaluate_mini(
+    model: Qwen3,
+    engine: Engine,
+    chat: ChatTokenizer,
+    tasks: Sequence[Task],
+    *,
+    settings: RolloutConfig = SETTINGS,
+    temperature: float = 0.6,
+    top_p: float = 0.95,
+    seed: int = 0,
+    greedy: bool = True,
+    fidelity_tasks: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, float]:
+    """Figures by name, all floats: a function of its arguments alone.
+
+        eval/success (+ _low, _high: Wilson, 95 %)        share of tasks solved at `temperature`; 0 is greedy
+        eval/success/KIND, eval/success/held_out          of tasks with a goal of that kind; with a held-out pair
+        eval/success_greedy                               with `greedy`
+        eval/state                                        final state right, whatever was said
+        eval/reward, eval/parse_rate, eval/finish_done    checklist reward; turns that could be read; whole episodes
+        eval/do_nothing, eval/state_unchanged             floors: without a word; tasks whose final state is the first
+        eval/fidelity_exact, eval/fidelity_nll            rehearsals against real responses; nats a token
+        eval/fidelity_exact/SUBSET                        expert, habits, after_write, refused
+
+    fidelity_tasks: how many of the tasks fidelity is measured on; None: all, 0: none.
+    """
+    settings = dataclasses.replace(settings, group_size=1, top_p=top_p)
+    total = len(tasks) * (2 if greedy and temperature > 0 else 1)
+
+    def run(heat: float, before: int) -> tuple[list[Trajectory], list[bool], list[bool]]:
+        world = RealWorld()
+        report = None if progress is None else lambda done, _: progress(before + done, total)
+        episodes = run_episodes(
+            engine, model, chat, tasks, settings=settings, world=world, seed=seed, temperature=heat, progress=report
+        )
+        finals = [list(world.started[i].records.values()) for i in range(len(tasks))]
+        state = [final == task.meta["final_records"] for final, task in zip(finals, tasks, strict=True)]
+        solved = [
+            right and t.finish == "done" and _replies_right(task, t.messages)
+            for right, t, task in zip(state, episodes, tasks, strict=True)
+        ]
+        return episodes, state, solved
+
+    episodes, state, solved = run(temperature, 0)
+    figures = _share("eval/success", solved)
+    for name, chosen in _kinds(tasks).items():
+        figures |= _share(f"eval/success/{name}", [solved[i] for i in chosen])
+    if greedy and temperature > 0:
+        figures |= _share("eval/success_greedy", run(0.0, len(tasks))[2])
+    generations = sum(len(t.generation_roles()) for t in episodes)
+    figures |= {
+        "eval/tasks": float(len(tasks)),
+        "eval/state": _mean(state),
+        "eval/reward": _mean([t.reward for t in episodes]),
+        "eval/parse_rate": sum(t.info["parsed"] for t in episodes) / max(generations, 1),
+        "eval/finish_done": _mean([t.finish == "done" for t in episodes]),
+        "eval/turns": generations / max(len(tasks), 1),
+        "eval/do_nothing": _mean([_do_nothing(task) for task in tasks]),
+        "eval/state_unchanged": _mean([task.meta["records"] == task.meta["final_records"] for task in tasks]),
+    }
+    chosen = tasks if fidelity_tasks is None else tasks[:fidelity_tasks]
+    if chosen:
+        figures |= _fidelity(engine, model, chat, chosen, settings, seed)
+    return figures
+
+
+def during_training(config: Config) -> Callable[[Qwen3, int], Mapping[str, float]] | None:
+    """The evaluation callback of a run, (model, step) -> figures; None where `evaluation.every` is 0.
+
+    The embedded world is measured whatever the run trains on, with the run's budgets and without thinking if it has
+    none. The engine, and with it the compiled programs, is made at the first call.
+    """
+    if config.evaluation.every == 0:
+        return None
+    wanted = config.evaluation
+    tasks = list(mini_tasks(wanted.split, wanted.tasks))
+    settings = dataclasses.replace(config.rollout, engine="hosted", top_k=0)
+    made: dict[str, Any] = {}
+
+    def evaluate(model: Qwen3, step: int) -> dict[str, float]:
+        if not made:
+            from envace_jax.train import tokenizer_directory
+
+            made["chat"] = ChatTokenizer.from_pretrained(tokenizer_directory(config.model))
+            made["engine"] = Engine(
+                model.config,
+                slots=min(SLOTS, len(tasks)),
+                max_length=settings.max_length,
+                vocab_size=made["chat"].vocab_size,
+            )
+        return evaluate_mini(
+            model,
+            made["engine"],
+            made["chat"],
+            tasks,
+            settings=settings,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            seed=config.seed,
+            greedy=False,
+            fidelity_tasks=32,
+        )
+
+    return evaluate
+
+
+def mini(
+    model: str,
+    *,
+    tasks: int = 64,
+    split: str = "test",
+    temperature: float = 0.6,
+    top_p: float = 0.95,
+    seed: int = 0,
+    visibility: str = "full",
+    thinking: bool = False,
+    max_length: int = 768,
+    as_json: bool = False,
+) -> dict[str, float]:
+    """`envace evaluate mini MODEL`: measures a Hugging Face directory or a run directory, prints and returns figures.
+
+    Raises EnvaceError for a model that cannot be loaded, ConfigError for an unknown split.
+    """
+    from envace_jax.evaluate.show import print_json, print_mini, progress_bar
+    from envace_jax.train import load_model, tokenizer_directory
+
+    try:
+        chosen = list(mini_tasks(split, tasks, visibility=visibility))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    policy = load_model(model)
+    chat = ChatTokenizer.from_pretrained(tokenizer_directory(model))
+    settings = dataclasses.replace(SETTINGS, thinking=thinking, max_length=max_length)
+    engine = Engine(policy.config, slots=min(SLOTS, tasks), max_length=max_length, vocab_size=chat.vocab_size)
+    with progress_bar("episodes") as progress:
+        figures = evaluate_mini(
+            policy,
+            engine,
+            chat,
+            chosen,
+            settings=settings,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            progress=progress,
+        )
+    setting = {
+        "model": model,
+        "split": split,
+        "tasks": tasks,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "visibility": visibility,
+    }
+    print_json(setting, figures) if as_json else print_mini(setting, figures)
+    return figures
+
+
+def _replies_right(task: Task, messages: Sequence[Mapping[str, Any]]) -> bool:
+    replies = _replies(messages)
+    wanted = task.meta["replies"]
+    return len(replies) == len(wanted) and all(states(*pair) for pair in zip(replies, wanted, strict=True))
+
+
+def _replies(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the assistant told the user at the end of each user turn."""
+    return [m["content"] or "" for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
+
+
+def _do_nothing(task: Task) -> bool:
+    """Whether a clerk that calls no tool and says nothing succeeds."""
+    silent = [{"role": "assistant", "content": ""} for _ in task.user_turns]
+    return task.meta["records"] == task.meta["final_records"] and _replies_right(task, silent)
+
+
+def _kinds(tasks: Sequence[Task]) -> dict[str, list[int]]:
+    """Task numbers by kind of goal, a task with two goals under both, and those with a held-out pair."""
+    kinds: dict[str, list[int]] = {}
+    for i, task in enumerate(tasks):
+        names = [goal["kind"] for goals in task.meta["goals"] for goal in goals]
+        for name in sorted({*names, *(["held_out"] if tuple(names) in HELD_OUT else [])}):
+            kinds.setdefault(name, []).append(i)
+    return dict(sorted(kinds.items()))
+
+
+def _fidelity(
+    engine: Engine, model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig, seed: int
+) -> dict[str, float]:
+    conversations = [(task.messages, task.tools) for task in tasks]
+    for task in tasks:
+        rng = random.Random(f"fidelity/{seed}/{task.id}")
+        conversations.append((play_task(task.messages, task.meta, rng, HABIT_WEIGHTS), task.tools))
+    outcomes = rehearse_recorded(
+        engine,
+        model,
+        chat,
+        conversations,
+        make_rules(chat, settings).grammar,
+        writes=WRITES,
+        thinking=settings.thinking,
+    )
+    subsets: dict[str, Callable[[Outcome], bool]] = {
+        "expert": lambda o: o.case.conversation < len(tasks),
+        "habits": lambda o: o.case.conversation >= len(tasks),
+        "after_write": lambda o: o.case.after_write,
+        "refused": lambda o: o.case.refused,
+    }
+    figures = _share("eval/fidelity_exact", [o.exact for o in outcomes])
+    figures["eval/fidelity_nll"] = sum(o.nll for o in outcomes) / max(sum(o.tokens for o in outcomes), 1)
+    for name, belongs in subsets.items():
+        figures |= _share(f"eval/fidelity_exact/{name}", [o.exact for o in outcomes if belongs(o)])
+    return figures
+
+
+def _share(name: str, hits: Sequence[bool]) -> dict[str, float]:
+    s = share(sum(map(bool, hits)), len(hits))
+    return {name: s.value, f"{name}_low": s.low, f"{name}_high": s.high, f"{name}_count": float(s.count)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values)) / len(values) if values else 0.0
