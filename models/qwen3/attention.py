@@ -22,15 +22,15 @@ def choose(implementation: str, *, length: int, head_dim: int, dtype) -> str:
     """Which kernel runs `self_attention`: "xla", "splash" (TPU) or "cudnn" (GPU).
 
     `auto` takes the platform's flash kernel where it applies (splash: length and head_dim multiples of 128;
-    cuDNN: 16-bit types, head_dim a multiple of 8 up to 128) and XLA elsewhere. The platform is that of the process;
-    to compile for another one, name the kernel.
+    cuDNN: 16-bit types, even length, head_dim a multiple of 8 up to 128) and XLA elsewhere. The platform is that of
+    the process; to compile for another one, name the kernel.
     """
     if implementation != "auto":
         return implementation
     platform = jax.default_backend()
     if platform == "tpu" and length % _LANES == 0 and head_dim % _LANES == 0:
         return "splash"
-    if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
+    if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and length % 2 == 0 and head_dim in range(8, 129, 8):
         return "cudnn"
     return "xla"
 

@@ -72,6 +72,7 @@ def test_splash_equals_the_plain_formula(sharded):
         ("tpu", 200, 128, "bfloat16", "xla"),
         ("tpu", 256, 64, "bfloat16", "xla"),
         ("gpu", 200, 128, "bfloat16", "cudnn"),
+        ("gpu", 201, 128, "bfloat16", "xla"),
         ("gpu", 200, 128, "float32", "xla"),
         ("gpu", 200, 256, "bfloat16", "xla"),
     ],
