@@ -9,6 +9,7 @@ here: calls and responses are parsed, the world is asked, user turns are judged 
         episode.finish                              why it is over, or None
         episode.replied                             the user turn is over: episode.settle(episode.verdict())
         episode.context                             int32[T], what to append before the next generation is sampled
+        episode.restarts                            the context is a new prompt, not to be appended but to start from
 
 An episode is cut at the first generation that cannot be understood; that generation is kept, and trained.
 """
@@ -35,13 +36,19 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Rules:
-    """What all episodes of a rollout share. `empty_penalty` is taken from an empty generation's own reward."""
+    """What all episodes of a rollout share.
+
+    empty_penalty: taken from an empty generation's own reward.
+    history_reasoning: at a new user message, "keep" goes on in the same stream; "drop" writes the history anew as the
+        chat template would, without earlier reasoning: a new segment. The episode's budget counts all segments.
+    """
 
     chat: ChatTokenizer
     grammar: Grammar
     judge: Judge
     thinking: bool = True
     empty_penalty: float = 0.1
+    history_reasoning: str = "keep"
 
     def prompt(self, task: Task) -> np.ndarray:
         """int32[T]: what the actor sees before its first token."""
@@ -61,6 +68,7 @@ class Episode:
         self.stream.context(self.prompt)
         self.messages: list[Mapping[str, Any]] = task.prompt
         self.context = _NOTHING
+        self.restarts = False
         self.replied = False
         self.finish: str | None = None
         self.valid = True
@@ -80,7 +88,7 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Tokens so far, the context that is to be appended included."""
+        """Tokens so far, of all segments, the context that is to be appended included."""
         return self.stream.length
 
     @property
@@ -110,7 +118,7 @@ class Episode:
 
     def take_context(self) -> np.ndarray:
         """`context`, which is then no longer due."""
-        context, self.context = self.context, _NOTHING
+        context, self.context, self.restarts = self.context, _NOTHING, False
         return context
 
     def verdict(self) -> TurnVerdict:
@@ -130,14 +138,22 @@ class Episode:
             return self._end("done")
         if not verdict.proceed:
             return self._end("checklist")
-        message = users[len(self.scores)]
-        context = self.rules.chat.user(message, self.rules.thinking)
+        message = {"role": "user", "content": users[len(self.scores)]}
+        drop = self.rules.history_reasoning == "drop"
+        if drop:
+            history = [*self.messages, message]
+            context = self.rules.chat.render(history, self.task.tools, True, self.rules.thinking)
+        else:
+            context = self.rules.chat.user(message["content"], self.rules.thinking)
         event = self.rules.grammar.turn_fits(self.machine, self.length, len(context))
         if event != Event.CONTINUE:
             return self._end(FINISH_REASONS[event])
         self.machine = self.rules.grammar.next_turn(self.machine)
-        self.messages.append({"role": "user", "content": message})
+        self.messages.append(message)
         self._steps, self._turn_start = [], len(self.messages)
+        if drop:
+            self.stream.segment()
+            self.restarts = True
         self._append(context)
 
     def abandon(self, reason: str) -> None:

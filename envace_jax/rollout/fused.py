@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from envace_jax.rollout.episode import Episode
+from envace_jax.rollout.hosted import Keys
 from envace_jax.rollout.judging import Bench
 from envace_jax.sampling import Engine, FusedLoop, Grammar, Recorded, Report, SamplingParams, Status
 from models.qwen3 import Qwen3
@@ -31,19 +32,21 @@ def run_fused(
     engine: Engine,
     model: Qwen3,
     episodes: Sequence[Episode],
-    keys: Sequence[np.ndarray],
+    keys: Keys,
     sampling: SamplingParams,
     *,
     look_every: int = 64,
     judge_pool: Executor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Run all episodes to their end. `keys`: uint32[2] for each. progress: called with how many have finished.
+    """Run all episodes to their end.
 
-    Raises ValueError for an episode with a responder: its calls are answered by the host, so it is run hosted.
+    keys: (episodes' numbers, sequence) -> uint32[N, 2]. progress: called with how many have finished.
+
+    Raises ValueError for an episode that needs the host between two tokens; `fits_fused` says which do not.
     """
-    if any(episode.responder is not None for episode in episodes):
-        raise ValueError("the fused loop rehearses every response; run episodes with a responder hosted")
+    if not all(map(fits_fused, episodes)):
+        raise ValueError("the fused loop rehearses every response, in one stream: run the other episodes hosted")
     waiting = deque(i for i, episode in enumerate(episodes) if episode.finish is None)
     if not waiting:
         return
@@ -58,7 +61,8 @@ def run_fused(
         fresh = {slot: waiting.popleft() for slot in free[: len(waiting)]}
         if fresh:
             prompts = {slot: episodes[i].prompt for slot, i in fresh.items()}
-            state = loop.begin(model, state, prompts, {slot: keys[i] for slot, i in fresh.items()})
+            names = dict(zip(fresh, keys(list(fresh.values()), 0), strict=True))
+            state = loop.begin(model, state, prompts, names)
             live.update(fresh)
             unread.update({slot: [] for slot in fresh})
         if running := len(live) - len(parked):
@@ -81,6 +85,12 @@ def run_fused(
                 del live[slot], unread[slot]
             if progress is not None:
                 progress(len(episodes) - len(waiting) - len(live))
+
+
+def fits_fused(episode: Episode) -> bool:
+    """Whether an episode can run inside the loop: nobody but the policy answers, and the history is never rewritten."""
+    one_stream = episode.rules.history_reasoning == "keep" or len(episode.task.user_turns) == 1
+    return episode.responder is None and one_stream
 
 
 def _loop(engine: Engine, grammar: Grammar, sampling: SamplingParams, look_every: int) -> FusedLoop:

@@ -23,19 +23,25 @@ from envace_jax.rollout.trajectory import ACT, REHEARSE
 from envace_jax.sampling import Completion, Engine, SamplingParams, Slots
 from models.qwen3 import Qwen3
 
+Keys = Callable[[Sequence[int], int], np.ndarray]
+
 
 def run_hosted(
     engine: Engine,
     model: Qwen3,
     episodes: Sequence[Episode],
-    keys: Sequence[np.ndarray],
+    keys: Keys,
     sampling: SamplingParams,
     *,
     look_every: int = 64,
     judge_pool: Executor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Run all episodes to their end. `keys`: uint32[2] for each. progress: called with how many have finished."""
+    """Run all episodes to their end.
+
+    keys: (episodes' numbers, sequence) -> uint32[N, 2]; segment s of an episode draws with its sequence s.
+    progress: called with how many have finished.
+    """
     grammar = episodes[0].rules.grammar if episodes else None
     stops = {} if grammar is None else {role: grammar.stop_ids(role) for role in (ACT, REHEARSE)}
     params = {
@@ -50,7 +56,7 @@ def run_hosted(
     state = engine.start() if waiting else None
     while waiting or live:
         state = _refill(engine, model, state, episodes, keys, waiting, live)
-        state = _append_due(engine, model, state, {s: episodes[i] for s, i in live.items() if s not in parked})
+        state = _append_due(engine, model, state, episodes, keys, {s: i for s, i in live.items() if s not in parked})
         speaking = {slot: episodes[i] for slot, i in live.items() if slot not in parked}
         if speaking:
             budgets = {s: e.allowance() - sum(len(p.tokens) for p in parts.get(s, ())) for s, e in speaking.items()}
@@ -77,7 +83,7 @@ def _refill(
     model: Qwen3,
     state: Slots,
     episodes: Sequence[Episode],
-    keys: Sequence[np.ndarray],
+    keys: Keys,
     waiting: deque[int],
     live: dict[int, int],
 ) -> Slots:
@@ -88,12 +94,18 @@ def _refill(
     if not fresh:
         return state
     prompts = {slot: episodes[i].prompt for slot, i in fresh.items()}
-    return engine.prefill_groups(model, state, prompts, {slot: keys[i] for slot, i in fresh.items()})
+    return engine.prefill_groups(model, state, prompts, dict(zip(fresh, keys(list(fresh.values()), 0), strict=True)))
 
 
-def _append_due(engine: Engine, model: Qwen3, state: Slots, episodes: Mapping[int, Episode]) -> Slots:
-    """Append what came due since the last look."""
-    due = {slot: episode.take_context() for slot, episode in episodes.items() if len(episode.context)}
+def _append_due(
+    engine: Engine, model: Qwen3, state: Slots, episodes: Sequence[Episode], keys: Keys, slots: Mapping[int, int]
+) -> Slots:
+    """Append what came due since the last look in `slots`, slot → episode; begin the segments that start anew."""
+    anew = {slot: episodes[i].stream.segments for slot, i in slots.items() if episodes[i].restarts}
+    due = {slot: episodes[i].take_context() for slot, i in slots.items() if len(episodes[i].context)}
+    if anew:
+        names = {slot: keys([slots[slot]], segments - 1)[0] for slot, segments in anew.items()}
+        state = engine.prefill_groups(model, state, {slot: due.pop(slot) for slot in anew}, names)
     return engine.extend(model, state, due) if due else state
 
 

@@ -71,6 +71,7 @@ def run(config: Config, out: str | Path) -> Path:
                     first_episode=numbers.start,
                     first_group=first,
                     empty_penalty=config.reward.empty_penalty,
+                    history_reasoning=config.world.history_reasoning,
                     progress=lambda n, _, before=numbers.start: bars.update(bar, completed=before + n),
                 )
                 missing = [t for t in episodes if t.trajectory not in done]

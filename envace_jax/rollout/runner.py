@@ -9,7 +9,7 @@ from envace_jax.chat import ChatTokenizer
 from envace_jax.config import RolloutConfig
 from envace_jax.rewards import Judge, RuleJudge
 from envace_jax.rollout.episode import Episode, Rules
-from envace_jax.rollout.fused import run_fused
+from envace_jax.rollout.fused import fits_fused, run_fused
 from envace_jax.rollout.hosted import run_hosted
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.rollout.worlds import RehearsalWorld, World
@@ -19,12 +19,17 @@ from models.qwen3 import Qwen3
 
 
 def make_rules(
-    chat: ChatTokenizer, settings: RolloutConfig, *, judge: Judge | None = None, empty_penalty: float = 0.1
+    chat: ChatTokenizer,
+    settings: RolloutConfig,
+    *,
+    judge: Judge | None = None,
+    empty_penalty: float = 0.1,
+    history_reasoning: str = "keep",
 ) -> Rules:
     """The rules of episodes under `settings`; without a judge, items are answered by their own rules."""
     budgets = Budgets(settings.turn_tokens, settings.response_tokens, settings.max_turns, settings.max_length)
     grammar = Grammar.from_chat(chat, budgets, enable_thinking=settings.thinking)
-    return Rules(chat, grammar, judge or RuleJudge(), settings.thinking, empty_penalty)
+    return Rules(chat, grammar, judge or RuleJudge(), settings.thinking, empty_penalty, history_reasoning)
 
 
 def run_episodes(
@@ -43,6 +48,7 @@ def run_episodes(
     judge: Judge | None = None,
     judge_pool: Executor | None = None,
     empty_penalty: float = 0.1,
+    history_reasoning: str = "keep",
     temperature: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Trajectory]:
@@ -55,6 +61,7 @@ def run_episodes(
         seed, step, first_episode: episode j (from `first_episode` on) draws with `sequence_key(seed, step, j)`.
         judge: of user turns; None: the rules that checklist items carry.
         judge_pool: where verdicts are waited for while other episodes go on; None: judged at once.
+        history_reasoning: `world.history_reasoning`; episodes of several user turns are hosted where it is "drop".
         temperature: instead of that of the settings; 0 is greedy.
         progress: called with the numbers of finished and of all episodes.
 
@@ -65,7 +72,7 @@ def run_episodes(
             f"rollout.max_length={settings.max_length} exceeds the engine's max_length={engine.max_length}"
         )
     size = settings.group_size if group_size is None else group_size
-    rules = make_rules(chat, settings, judge=judge, empty_penalty=empty_penalty)
+    rules = make_rules(chat, settings, judge=judge, empty_penalty=empty_penalty, history_reasoning=history_reasoning)
     world = RehearsalWorld() if world is None else world
     episodes: list[Episode] = []
     for task in tasks:
@@ -74,18 +81,17 @@ def run_episodes(
             responder = world.open(task, first_episode + len(episodes))
             episodes.append(Episode(rules, task, responder, prompt=prompt))
     numbers = range(first_episode, first_episode + len(episodes))
-    keys = sequence_keys(seed, step, numbers) if episodes else ()
     heat = settings.temperature if temperature is None else temperature
     sampling = SamplingParams(heat, settings.top_p, settings.top_k)
     # What the host must answer cannot run inside the loop, so such episodes are hosted whatever the settings say.
-    inside = [i for i, episode in enumerate(episodes) if settings.engine == "fused" and episode.responder is None]
+    inside = [i for i, episode in enumerate(episodes) if settings.engine == "fused" and fits_fused(episode)]
     outside = sorted(set(range(len(episodes))) - set(inside))
     for path, chosen, before in ((run_fused, inside, 0), (run_hosted, outside, len(inside))):
         path(
             engine,
             model,
             [episodes[i] for i in chosen],
-            [keys[i] for i in chosen],
+            lambda of, sequence, chosen=chosen: sequence_keys(seed, step, [numbers[chosen[i]] for i in of], sequence),
             sampling,
             look_every=settings.look_every,
             judge_pool=judge_pool,

@@ -66,8 +66,14 @@ class TokenStream:
         self._generations: list[int] = []
         self._logps: list[np.ndarray] = []
         self._kept: list[np.ndarray] = []
+        self._segments: list[int] = []
         self.length = 0
         self.generations = 0
+        self.segments = 1
+
+    def segment(self) -> None:
+        """What follows does not attend to what came before: the history is written anew."""
+        self.segments += 1
 
     def context(self, tokens: np.ndarray) -> None:
         """Append tokens that were not sampled."""
@@ -92,6 +98,7 @@ class TokenStream:
             generations=np.repeat(np.asarray(self._generations, np.int32), lengths),
             behavior_logps=np.concatenate(self._logps).astype(np.float32),
             log_kept_mass=np.concatenate(self._kept).astype(np.float32),
+            segments=np.repeat(np.asarray(self._segments, np.int32), lengths) if self.segments > 1 else None,
             **fields,
         )
 
@@ -101,6 +108,7 @@ class TokenStream:
         self._tokens.append(np.asarray(tokens, np.int32))
         self._roles.append(role)
         self._generations.append(generation)
+        self._segments.append(self.segments)
         self._logps.append(np.asarray(logps, np.float32))
         self._kept.append(np.asarray(kept, np.float32))
         self.length += len(tokens)

@@ -92,17 +92,15 @@ class ScriptedEngine:
         self._scripts = list(scripts)
         self._rest: dict[int, list[np.ndarray]] = {}
         self.streams: dict[int, list[int]] = {}  # slot → what its cache holds
-        self.finished: list[list[int]] = []
 
     def start(self) -> object:
         return object()
 
     def prefill_groups(self, model, state, prompts, keys):
-        for slot in prompts:
-            if slot in self.streams:
-                self.finished.append(self.streams[slot])
-            self.streams[slot] = list(prompts[slot])
-            self._rest[slot] = list(self._scripts.pop(0))
+        for slot, prompt in prompts.items():
+            self.streams[slot] = list(prompt)
+            if not self._rest.get(slot):  # else the stream is begun anew, within an episode
+                self._rest[slot] = list(self._scripts.pop(0))
         return state
 
     def extend(self, model, state, tokens):

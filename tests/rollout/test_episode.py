@@ -16,10 +16,15 @@ from .conftest import SETTINGS, ScriptedEngine, make_task
 def play(chat):
     """Run one scripted episode; its trajectory."""
 
-    def run(*generations, task=None, world=None, **settings):
-        engine = ScriptedEngine([generations])
+    def run(*generations, task=None, world=None, history_reasoning="keep", **settings):
         (trajectory,) = run_episodes(
-            engine, None, chat, [task or make_task()], settings=dataclasses.replace(SETTINGS, **settings), world=world
+            ScriptedEngine([generations]),
+            None,
+            chat,
+            [task or make_task()],
+            settings=dataclasses.replace(SETTINGS, **settings),
+            world=world,
+            history_reasoning=history_reasoning,
         )
         return trajectory
 
@@ -177,6 +182,28 @@ def test_a_required_item_that_fails_ends_the_episode(play, say):
     task = make_task(2, items)
     assert play(say.reply("No."), say.reply("Done 1."), task=task).finish == "checklist"
     assert play(say.reply("Done 0."), say.reply("No."), task=task).finish == "done"
+
+
+def test_reasoning_stays_in_view_or_is_dropped_at_the_next_user_message(play, say, chat):
+    thought = say("think_open", "hm", "think_close", "Done 0.", "im_end")
+    kept = play(thought, say.reply("Done 1."), task=make_task(2), thinking=True)
+    assert kept.segments is None and kept.tokens.tolist().count(chat.control.think_open) == 1
+    dropped = play(thought, say.reply("Done 1."), task=make_task(2), thinking=True, history_reasoning="drop")
+    assert (dropped.finish, dropped.reward, dropped.info["scores"]) == ("done", 1.0, [1.0, 1.0])
+    second = dropped.tokens[dropped.segments == 2]
+    again = chat.render([m for m in dropped.messages if m["content"] != "Done 1."], [], True, True)
+    assert chat.control.think_open not in again
+    assert second.tolist() == [*again.tolist(), *say.reply("Done 1.").tolist()]
+    assert dropped.tokens[dropped.segments == 1].tolist() == kept.tokens[: (dropped.segments == 1).sum()].tolist()
+    assert sorted(dropped.generation_roles()) == [1, 2]
+
+
+def test_the_episode_budget_counts_all_segments(play, say):
+    done = play(say.reply("Done 0."), say.reply("Done 1."), task=make_task(2), history_reasoning="drop")
+    again = {"task": make_task(2), "history_reasoning": "drop", "max_length": len(done)}
+    assert play(say.reply("Done 0."), say.reply("Done 1."), **again).finish == "done"
+    again["max_length"] = len(done) - len(say.reply("Done 1."))
+    assert play(say.reply("Done 0."), say.reply("Done 1."), **again).finish == "length"
 
 
 def test_no_verdict_makes_the_episode_invalid(play, say):
