@@ -151,6 +151,11 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory / str(step)}: cannot be restored ({reason}); {remedy}") from error
 
 
+def has_checkpoint(run: str | Path) -> bool:
+    """Whether a run directory holds a complete checkpoint."""
+    return bool(_steps(Path(run) / CHECKPOINTS))
+
+
 def load_model(
     source: str | Path,
     mesh: Mesh | None = None,

@@ -184,8 +184,8 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
     }
     found = checkpoints.latest()
     if found is None:
-        source = tokenizer_directory(config.model)
         model = load_model(config.model, mesh, **settings)
+        source = tokenizer_directory(config.model)
     else:
         source = out / SOURCE
         model = nnx.eval_shape(lambda: Qwen3(Qwen3Config.from_hf(source), rngs=nnx.Rngs(0), mesh=mesh, **settings))

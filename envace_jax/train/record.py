@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,7 @@ from envace_jax.chat import ChatTokenizer
 from envace_jax.config import diff_on_resume, save_config, to_dict
 from envace_jax.errors import CheckpointError
 from envace_jax.rollout.trajectory import Trajectory
+from envace_jax.train.checkpoint import SOURCE, has_checkpoint
 
 CONFIG, METRICS, LOCK = "config.yaml", "metrics.jsonl", ".lock"
 
@@ -57,7 +59,10 @@ def claim(config: Any) -> Claim:
         raise CheckpointError(f"{out}: is a file; choose another output_dir")
     foreign = sorted(p.name for p in out.iterdir() if p.name != LOCK) if out.is_dir() else []
     if (out / CONFIG).is_file():
-        _check_same_run(out, config)
+        if _lines(out / METRICS) or has_checkpoint(out):
+            _check_same_run(out, config)
+        else:  # a first try that failed, with a wrong model say, leaves nothing that would bind the next
+            shutil.rmtree(out / SOURCE, ignore_errors=True)
     elif foreign:
         some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise CheckpointError(f"{out}: holds files that are not a run's ({some}); choose another output_dir")

@@ -181,9 +181,10 @@ def test_two_processes_cannot_train_in_one_directory(policy, tmp_path):
     assert "a run is going on there" in refused[0]
 
 
-def test_a_model_that_is_not_there_is_an_error_of_the_user(tmp_path):
+def test_a_wrong_model_is_an_error_of_the_user_that_can_be_mended_in_the_same_directory(policy, tmp_path):
     with pytest.raises(EnvaceError, match="no such directory"):
-        train(make_config(tmp_path / "absent", tmp_path / "run"))
+        train(make_config(tmp_path / "absent", tmp_path / "run", 1))
+    train(make_config(policy, tmp_path / "run", 1))
 
 
 def test_invalid_episodes_are_left_out_and_counted(policy, tmp_path):
