@@ -119,8 +119,18 @@ class RolloutConfig:
 class RewardConfig:
     """How an episode is scored."""
 
-    judge: EndpointConfig = field(default_factory=EndpointConfig)  # checklist tasks without rule verdicts
+    judge: EndpointConfig = field(default_factory=EndpointConfig)  # of checklist items without a rule
+    endpoints: tuple[str, ...] = ()  # further base URLs that serve the judge's model, asked in turn
+    cache: str | None = None  # file of verdicts; null: verdicts.jsonl in the run directory
+    max_unjudged_fraction: float = 0.2  # of a step's episodes; with more of them without a verdict the run stops
     empty_penalty: float = 0.1  # taken from an empty generation's own reward
+
+    def __post_init__(self) -> None:
+        _require_positive("reward.judge", self.judge, "max_new_tokens", "timeout_s", "tries", "max_in_flight")
+        _require(
+            0 <= self.max_unjudged_fraction <= 1,
+            f"reward.max_unjudged_fraction is a share, found {self.max_unjudged_fraction}",
+        )
 
 
 @dataclass(frozen=True)

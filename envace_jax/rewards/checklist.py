@@ -68,27 +68,28 @@ def judge_turn(
     failed_before: a tool call failed in an earlier turn of the episode.
     """
     items = task.checklist[turn] if turn < len(task.checklist) else ()
-    questions = [
-        Question(task, turn, s, item, history, steps[: s + 1], ends_turn=s == len(steps) - 1)
-        for item in items
+    # By place, not by id: two items of a turn may share one.
+    asked = [
+        (i, Question(task, turn, s, item, history, steps[: s + 1], ends_turn=s == len(steps) - 1))
+        for i, item in enumerate(items)
         for s, step in enumerate(steps)
         if not (step.failed and item.focus_on.startswith(("assistant.tool_calls", "tool")))
     ]
-    satisfied: set[str] = set()
-    unknown: set[str] = set()
-    for question, verdict in zip(questions, judge.answer(questions), strict=True):
+    satisfied: set[int] = set()
+    unknown: set[int] = set()
+    for (i, _), verdict in zip(asked, judge.answer([question for _, question in asked]), strict=True):
         if verdict is None:
-            unknown.add(question.item.id)
+            unknown.add(i)
         elif verdict:
-            satisfied.add(question.item.id)
+            satisfied.add(i)
     failed = failed_before or any(step.failed for step in steps)
-    score = 0.0 if failed else sum(item.weight for item in items if item.id in satisfied)
+    score = 0.0 if failed else sum(item.weight for i, item in enumerate(items) if i in satisfied)
     return TurnVerdict(
         score=score,
-        proceed=all(item.id in satisfied for item in items if item.required_for_next_turn),
+        proceed=all(i in satisfied for i, item in enumerate(items) if item.required_for_next_turn),
         # A failed call makes the score 0 whatever the judge would have said.
         valid=failed or not (unknown - satisfied),
-        satisfied=tuple(item.id for item in items if item.id in satisfied),
+        satisfied=tuple(item.id for i, item in enumerate(items) if i in satisfied),
     )
 
 

@@ -83,7 +83,8 @@ def _turn_calls(steps: Sequence[Step]) -> Iterator[Call]:
 
 def _message_calls(message: Message) -> list[Call]:
     return [
-        (call["function"]["name"], _arguments(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
+        (call["function"]["name"], _arguments(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
     ]
 
 
