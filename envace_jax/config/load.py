@@ -211,6 +211,8 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(arg) for arg in args)
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return f"a list ({_describe(args[0])})"
     if origin is tuple:
         return f"a list of {len(args)} values ({', '.join(_describe(a) for a in args)})"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}

@@ -50,13 +50,16 @@ class RoutedJudge:
             self.llm.close()
 
 
-def make_judge(config: RewardConfig, directory: str | Path | None = None, *, unruled: str | None = None) -> RoutedJudge:
+def make_judge(
+    config: RewardConfig, directory: str | Path | None = None, *, unruled: str | None = None, process: int = 0
+) -> RoutedJudge:
     """The judge that a configuration names.
 
     Args:
         config: section `reward`.
         directory: of the run, where verdicts are kept unless `reward.cache` says otherwise; None: in memory.
         unruled: the id of a task that has an item without a rule, if there is one.
+        process: of several that share the directory; each writes a file of its own and reads all of them.
 
     Raises ConfigError when such a task cannot be judged because no endpoint is configured.
     """
@@ -72,6 +75,8 @@ def make_judge(config: RewardConfig, directory: str | Path | None = None, *, unr
     if endpoint.model is None:
         raise ConfigError("reward.judge.model must be set when reward.judge.base_url is: the name the endpoint knows")
     path = config.cache or (None if directory is None else Path(directory) / CACHE)
+    if path is not None and process:
+        path = Path(path).with_stem(f"{Path(path).stem}-{process}")
     return RoutedJudge(
         LLMJudge(
             urls,

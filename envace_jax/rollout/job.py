@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import Config, TasksConfig
 from envace_jax.errors import CheckpointError, ConfigError
+from envace_jax.rollout.judges import Judging
 from envace_jax.rollout.runner import run_episodes
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.rollout.worlds import make_world
@@ -50,10 +51,13 @@ def run(config: Config, out: str | Path) -> Path:
     engine = Engine(model.config, slots=slots, max_length=settings.max_length, vocab_size=chat.vocab_size)
     per_call = max(1, 4 * slots // size)  # tasks; a file that was broken off has lost no more than this
     world = make_world(config.world)
+    unruled = next((task.id for task in tasks if task.needs_judge), None)
+    judging = Judging(config.reward, out.parent, unruled=unruled, episodes=slots)
     began, fresh = time.perf_counter(), []
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("episodes"), MofNCompleteColumn(), BarColumn(30), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars, open(out, "a", encoding="utf-8") as file:
+    bars = Progress(*columns, console=console, transient=True)
+    with judging, bars, open(out, "a", encoding="utf-8") as file:
         bar = bars.add_task("", total=len(tasks) * size)
         for first in range(0, len(tasks), per_call):
             chosen = tasks[first : first + per_call]
@@ -70,10 +74,13 @@ def run(config: Config, out: str | Path) -> Path:
                     step=STEP,
                     first_episode=numbers.start,
                     first_group=first,
+                    judge=judging.judge,
+                    judge_pool=judging.pool,
                     empty_penalty=config.reward.empty_penalty,
                     history_reasoning=config.world.history_reasoning,
                     progress=lambda n, _, before=numbers.start: bars.update(bar, completed=before + n),
                 )
+                judging.check(episodes)
                 missing = [t for t in episodes if t.trajectory not in done]
                 file.writelines(json.dumps(_record(t, chat, config), ensure_ascii=False) + "\n" for t in missing)
                 file.flush()
@@ -96,7 +103,8 @@ def _tasks(config: TasksConfig, chat: ChatTokenizer, thinking: bool) -> Iterator
         size = config.size or 10**9
         source = mini_tasks(config.split, size, seed=config.seed, visibility=config.visibility)
     else:
-        source = read_tasks(config.path, on_error=(lambda error: None) if config.skip_bad else None)
+        skip = (lambda error: None) if config.skip_bad else None
+        source = read_tasks(config.path, split=config.split, on_error=skip)
         source = itertools.islice(source, config.size)
     limit = config.max_prompt_tokens
     for task in source:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-
-import grain
+from dataclasses import dataclass
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import TasksConfig
-from envace_jax.tasks import Task, TaskError, read_tasks
+from envace_jax.tasks import Task, TaskError
+from envace_jax.tasks.inspection import counting, prompt_length
 from envace_jax.tasks.mini import mini_tasks
+from envace_jax.tasks.pipeline import TaskSteps, open_tasks
 
-TaskBatches = Callable[[int], list[Task]]
+
+@dataclass(frozen=True)
+class TaskBatches:
+    """batches(step) -> the tasks of that step. `unruled`: the id of a task that only a judge can score, if any."""
+
+    read: Callable[[int], list[Task]]
+    unruled: str | None = None
+
+    def __call__(self, step: int) -> list[Task]:
+        return self.read(step)
 
 
-def task_batches(config: TasksConfig, per_step: int, chat: ChatTokenizer, *, thinking: bool = True) -> TaskBatches:
-    """batches(step) -> the `per_step` tasks of that step.
+def task_batches(
+    config: TasksConfig,
+    per_step: int,
+    chat: ChatTokenizer,
+    *,
+    thinking: bool = True,
+    process: int = 0,
+    processes: int = 1,
+) -> TaskBatches:
+    """batches(step) -> the `per_step` tasks of that step; of several processes, this one's share of them.
 
     The embedded world makes new tasks for ever, or repeats its first `tasks.size`. Tasks from a file come in an order
     that is shuffled anew each time through; those with a first prompt over `tasks.max_prompt_tokens` are left out.
@@ -26,7 +43,7 @@ def task_batches(config: TasksConfig, per_step: int, chat: ChatTokenizer, *, thi
     if config.kind == "mini":
 
         def made(step: int) -> list[Task]:
-            indices = range(step * per_step, (step + 1) * per_step)
+            indices = range(step * per_step + process, (step + 1) * per_step, processes)
             if config.size is not None:
                 indices = [i % config.size for i in indices]
             tasks = []
@@ -34,17 +51,31 @@ def task_batches(config: TasksConfig, per_step: int, chat: ChatTokenizer, *, thi
                 tasks += mini_tasks(config.split, 1, seed=config.seed, visibility=config.visibility, start=i)
             return tasks
 
-        return made
+        return TaskBatches(made)
 
     bad: list[TaskError] = []
-    tasks = read_tasks(config.path, split=config.split, on_error=bad.append if config.skip_bad else None)
-    read = list(itertools.islice(tasks, config.size))
-    limit = config.max_prompt_tokens
-    fits = [t for t in read if limit is None or len(chat.render(t.prompt, t.tools, True, thinking)) <= limit]
+    limit, fits, unruled = config.max_prompt_tokens, [], None
+    with counting(f"tasks of {config.path}") as progress:
+        source = open_tasks(
+            config.path, config.split, limit=config.size, on_error=bad.append if config.skip_bad else None
+        )
+        size = len(source) if config.size is None else min(len(source), config.size)
+        for i in range(size):
+            progress(i + 1)
+            try:
+                task = source[i]
+            except TaskError as error:
+                if not config.skip_bad:
+                    raise
+                bad.append(error)
+                continue
+            if limit is None or prompt_length(task, chat, thinking) <= limit:
+                fits.append(i)
+                unruled = task.id if unruled is None and task.needs_judge else unruled
     if not fits:
         raise TaskError(
-            f"{config.path}: no task to train on ({len(bad)} unreadable, {len(read) - len(fits)} with a first prompt "
+            f"{config.path}: no task to train on ({len(bad)} unreadable, {size - len(fits)} with a first prompt "
             f"over tasks.max_prompt_tokens={limit})"
         )
-    order = grain.MapDataset.range(len(fits)).shuffle(seed=config.seed).repeat()
-    return lambda step: [fits[order[i]] for i in range(step * per_step, (step + 1) * per_step)]
+    steps = TaskSteps(source, fits, per_step, seed=config.seed, process=process, processes=processes)
+    return TaskBatches(steps, unruled)

@@ -11,6 +11,7 @@ last checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import time
@@ -24,8 +25,9 @@ from jax.sharding import Mesh
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import Config, MeshConfig, to_dict
-from envace_jax.errors import CheckpointError, ConfigError
+from envace_jax.errors import CheckpointError, ConfigError, EndpointError
 from envace_jax.grpo import TokenBatch
+from envace_jax.rollout.judges import Judging
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.tasks import Task
 from envace_jax.train.batch import assign_advantages, episode_metrics, make_batch
@@ -63,6 +65,7 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
 
     Raises:
         EnvaceError: a setting, file or directory that must be mended; nothing has been trained then.
+        EndpointError: too many episodes of a step have no verdict; all steps before it are saved.
         SystemExit: stopped by SIGTERM (75) or Ctrl-C (130), with all finished steps saved.
     """
     out = Path(config.output_dir)
@@ -71,7 +74,7 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
         job = _prepare(config, checkpoints, mesh, rollout)
         log = Metrics(out, job.step if job.step else -1, tensorboard=config.logging.tensorboard)
         progress = Progress(config.train.steps, job.step, print_every=config.logging.print_every)
-        with log, progress:
+        with log, progress, job.judging or contextlib.nullcontext():
             _train(job, checkpoints, log, stopping, progress, evaluate if config.evaluation.every else None)
     return out
 
@@ -97,6 +100,7 @@ def _train(
             began = time.perf_counter()
             with stopping.at_once():
                 trajectories = job.rollout(job.model(state), job.tasks(step), step)
+            judged = {} if job.judging is None else job.judging.check(trajectories)
             sampled = time.perf_counter()
 
             advantages = assign_advantages(trajectories, config.advantage)
@@ -108,7 +112,7 @@ def _train(
             step += 1
             ended = time.perf_counter()
 
-            metrics |= episode_metrics(trajectories)
+            metrics |= episode_metrics(trajectories) | judged
             tokens = metrics["tokens/act"] + metrics["tokens/rehearse"]
             metrics |= {
                 "train/learning_rate": float(rate),
@@ -142,6 +146,11 @@ def _train(
         by = "Ctrl-C" if stopping.signal is signal.SIGINT else stopping.signal.name
         progress.note(f"stopped by {by} after step {step}, which is saved; the same command goes on from there")
         raise SystemExit(EXIT_STATUS[stopping.signal]) from None
+    except EndpointError:
+        if step > job.step:
+            checkpoints.save(state, job.metadata)
+            checkpoints.wait()
+        raise
     checkpoints.wait()
     progress.note(_summary(out, step))
 
@@ -157,6 +166,7 @@ class _Job:
     state: TrainState
     step: int
     tasks: Callable[[int], list[Task]]
+    judging: Judging | None  # None where the rollout is somebody else's
     rollout: Rollout
     update: Callable[[TrainState, TokenBatch, int], tuple[TrainState, dict[str, jax.Array]]]
     reference: Callable[[TokenBatch, int], jax.Array] | None
@@ -190,6 +200,12 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
         source = out / SOURCE
         model = nnx.eval_shape(lambda: Qwen3(Qwen3Config.from_hf(source), rngs=nnx.Rngs(0), mesh=mesh, **settings))
     model_config, chat = model.config, read_tokenizer(source, model.config)
+    tasks = task_batches(config.tasks, config.rollout.tasks_per_step, chat, thinking=config.rollout.thinking)
+    judging = None
+    if rollout is None:
+        slots = config.rollout.slots or config.rollout.tasks_per_step * config.rollout.group_size
+        judging = Judging(config.reward, out, unruled=tasks.unruled, episodes=slots, process=jax.process_index())
+        rollout = _make_rollout(config, model_config, chat, mesh, slots, judging)
     graphdef, params = nnx.split(model)
     optimizer = make_optimizer(train)
     like = abstract_state(params, optimizer, mesh)
@@ -225,8 +241,9 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
         chat=chat,
         state=state,
         step=int(state.step),
-        tasks=task_batches(config.tasks, config.rollout.tasks_per_step, chat, thinking=config.rollout.thinking),
-        rollout=rollout or _make_rollout(config, model_config, chat, mesh),
+        tasks=tasks,
+        judging=judging,
+        rollout=rollout,
         update=update,
         reference=None if reference is None else lambda batch, used: score(reference, batch, used),
         row_length=train.row_length or config.rollout.max_length,
@@ -237,7 +254,9 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
     )
 
 
-def _make_rollout(config: Config, model_config: Qwen3Config, chat: ChatTokenizer, mesh: Mesh | None) -> Rollout:
+def _make_rollout(
+    config: Config, model_config: Qwen3Config, chat: ChatTokenizer, mesh: Mesh | None, slots: int, judging: Judging
+) -> Rollout:
     from envace_jax.rollout import make_world, run_episodes
     from envace_jax.sampling import Engine
 
@@ -245,7 +264,7 @@ def _make_rollout(config: Config, model_config: Qwen3Config, chat: ChatTokenizer
     world = make_world(config.world)
     engine = Engine(
         model_config,
-        slots=settings.slots or settings.tasks_per_step * settings.group_size,
+        slots=slots,
         max_length=settings.max_length,
         vocab_size=chat.vocab_size,
         mesh=mesh,
@@ -261,6 +280,8 @@ def _make_rollout(config: Config, model_config: Qwen3Config, chat: ChatTokenizer
             world=world,
             seed=config.seed,
             step=step,
+            judge=judging.judge,
+            judge_pool=judging.pool,
             empty_penalty=config.reward.empty_penalty,
         )
 
