@@ -12,12 +12,16 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import Config, RolloutConfig
 from envace_jax.errors import ConfigError
 from envace_jax.evaluate.rehearsals import Outcome, rehearse_recorded
 from envace_jax.evaluate.statistics import share
-from envace_jax.rollout import RealWorld, Trajectory, make_rules, run_episodes
+from envace_jax.rollout import RealWorld, make_rules, run_episodes
 from envace_jax.sampling import Engine
 from envace_jax.tasks import Task
 from envace_jax.tasks.mini import WRITES, mini_tasks
@@ -38,6 +42,7 @@ SETTINGS = RolloutConfig(
     engine="hosted",
 )
 SLOTS = 128
+FIDELITY_TASKS = 200
 
 
 def evaluate_mini(
@@ -67,29 +72,29 @@ def evaluate_mini(
 
     fidelity_tasks: how many of the tasks fidelity is measured on; None: all, 0: none.
     """
-    settings = dataclasses.replace(settings, group_size=1, top_p=top_p)
-    total = len(tasks) * (2 if greedy and temperature > 0 else 1)
-
-    def run(heat: float, before: int) -> tuple[list[Trajectory], list[bool], list[bool]]:
-        world = RealWorld()
-        report = None if progress is None else lambda done, _: progress(before + done, total)
-        episodes = run_episodes(
-            engine, model, chat, tasks, settings=settings, world=world, seed=seed, temperature=heat, progress=report
-        )
-        finals = [list(world.started[i].records.values()) for i in range(len(tasks))]
+    # Both ways to sample share one prefill of each prompt, as the members of a group do.
+    heats = (temperature, 0.0) if greedy and temperature > 0 else (temperature,)
+    world = RealWorld()
+    settings = dataclasses.replace(settings, group_size=len(heats), top_p=top_p)
+    everything = run_episodes(
+        engine, model, chat, tasks, settings=settings, world=world, seed=seed, temperature=heats, progress=progress
+    )
+    by_heat = []
+    for member in range(len(heats)):
+        episodes = everything[member :: len(heats)]
+        finals = [list(world.started[t.trajectory].records.values()) for t in episodes]
         state = [final == task.meta["final_records"] for final, task in zip(finals, tasks, strict=True)]
         solved = [
             right and t.finish == "done" and _replies_right(task, t.messages)
             for right, t, task in zip(state, episodes, tasks, strict=True)
         ]
-        return episodes, state, solved
-
-    episodes, state, solved = run(temperature, 0)
+        by_heat.append((episodes, state, solved))
+    episodes, state, solved = by_heat[0]
     figures = _share("eval/success", solved)
     for name, chosen in _kinds(tasks).items():
         figures |= _share(f"eval/success/{name}", [solved[i] for i in chosen])
-    if greedy and temperature > 0:
-        figures |= _share("eval/success_greedy", run(0.0, len(tasks))[2])
+    if len(by_heat) > 1:
+        figures |= _share("eval/success_greedy", by_heat[1][2])
     generations = sum(len(t.generation_roles()) for t in episodes)
     figures |= {
         "eval/tasks": float(len(tasks)),
@@ -125,12 +130,7 @@ def during_training(config: Config) -> Callable[[Qwen3, int], Mapping[str, float
             from envace_jax.train import tokenizer_directory
 
             made["chat"] = ChatTokenizer.from_pretrained(tokenizer_directory(config.model))
-            made["engine"] = Engine(
-                model.config,
-                slots=min(SLOTS, len(tasks)),
-                max_length=settings.max_length,
-                vocab_size=made["chat"].vocab_size,
-            )
+            made["engine"] = _make_engine(model, made["chat"], tasks, settings)
         return evaluate_mini(
             model,
             made["engine"],
@@ -174,7 +174,7 @@ def mini(
     policy = load_model(model)
     chat = ChatTokenizer.from_pretrained(tokenizer_directory(model))
     settings = dataclasses.replace(SETTINGS, thinking=thinking, max_length=max_length)
-    engine = Engine(policy.config, slots=min(SLOTS, tasks), max_length=max_length, vocab_size=chat.vocab_size)
+    engine = _make_engine(policy, chat, chosen, settings)
     with progress_bar("episodes") as progress:
         figures = evaluate_mini(
             policy,
@@ -185,6 +185,7 @@ def mini(
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            fidelity_tasks=FIDELITY_TASKS,
             progress=progress,
         )
     setting = {
@@ -198,6 +199,21 @@ def mini(
     }
     print_json(setting, figures) if as_json else print_mini(setting, figures)
     return figures
+
+
+def _make_engine(model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig) -> Engine:
+    """An engine whose prefill takes any of the prompts in one piece, with little padding, where the model lies."""
+    rules = make_rules(chat, settings)
+    longest = max((len(rules.prompt(task)) for task in tasks), default=1)
+    where = jax.tree.leaves(nnx.state(model))[0].sharding
+    return Engine(
+        model.config,
+        slots=max(1, min(SLOTS, 2 * len(tasks))),
+        max_length=settings.max_length,
+        vocab_size=chat.vocab_size,
+        prefill_chunk=min(-(-longest // 32) * 32, 512),
+        mesh=where.mesh if isinstance(where, NamedSharding) else None,
+    )
 
 
 def _replies_right(task: Task, messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -33,7 +33,7 @@ def run_fused(
     model: Qwen3,
     episodes: Sequence[Episode],
     keys: Keys,
-    sampling: SamplingParams,
+    sampling: Sequence[SamplingParams],
     *,
     look_every: int = 64,
     judge_pool: Executor | None = None,
@@ -41,16 +41,20 @@ def run_fused(
 ) -> None:
     """Run all episodes to their end.
 
-    keys: (episodes' numbers, sequence) -> uint32[N, 2]. progress: called with how many have finished.
+    keys: (episodes' numbers, sequence) -> uint32[N, 2]. sampling: of each episode, the same for all.
+    progress: called with how many have finished.
 
-    Raises ValueError for an episode that needs the host between two tokens; `fits_fused` says which do not.
+    Raises ValueError for an episode that needs the host between two tokens (`fits_fused` says which do not), and where
+    not all are sampled alike.
     """
+    if len(set(sampling)) > 1:
+        raise ValueError("the fused loop samples all episodes alike: run episodes of several temperatures hosted")
     if not all(map(fits_fused, episodes)):
         raise ValueError("the fused loop rehearses every response, in one stream: run the other episodes hosted")
     waiting = deque(i for i, episode in enumerate(episodes) if episode.finish is None)
     if not waiting:
         return
-    loop = _loop(engine, episodes[0].rules.grammar, sampling, look_every)
+    loop = _loop(engine, episodes[0].rules.grammar, sampling[0], look_every)
     bench = Bench(judge_pool)
     live: dict[int, int] = {}  # slot → episode
     unread: dict[int, list[Recorded]] = {}

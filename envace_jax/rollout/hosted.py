@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import numpy as np
 
 from envace_jax.errors import EnvaceError
 from envace_jax.rollout.episode import Episode
 from envace_jax.rollout.judging import Bench
-from envace_jax.rollout.trajectory import ACT, REHEARSE
 from envace_jax.sampling import Completion, Engine, SamplingParams, Slots
 from models.qwen3 import Qwen3
 
@@ -31,7 +31,7 @@ def run_hosted(
     model: Qwen3,
     episodes: Sequence[Episode],
     keys: Keys,
-    sampling: SamplingParams,
+    sampling: Sequence[SamplingParams],
     *,
     look_every: int = 64,
     judge_pool: Executor | None = None,
@@ -40,14 +40,9 @@ def run_hosted(
     """Run all episodes to their end.
 
     keys: (episodes' numbers, sequence) -> uint32[N, 2]; segment s of an episode draws with its sequence s.
+    sampling: temperature, top_p and top_k of each episode.
     progress: called with how many have finished.
     """
-    grammar = episodes[0].rules.grammar if episodes else None
-    stops = {} if grammar is None else {role: grammar.stop_ids(role) for role in (ACT, REHEARSE)}
-    params = {
-        role: SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, stop_ids=ids)
-        for role, ids in stops.items()
-    }
     bench = Bench(judge_pool)
     waiting = deque(i for i, episode in enumerate(episodes) if episode.finish is None)
     live: dict[int, int] = {}  # slot → episode
@@ -60,9 +55,9 @@ def run_hosted(
         speaking = {slot: episodes[i] for slot, i in live.items() if slot not in parked}
         if speaking:
             budgets = {s: e.allowance() - sum(len(p.tokens) for p in parts.get(s, ())) for s, e in speaking.items()}
-            roles = {slot: params[episode.role] for slot, episode in speaking.items()}
+            params = {slot: _params(sampling[live[slot]], episode) for slot, episode in speaking.items()}
             enough = max(1, len(speaking) // 8)
-            state, sampled = engine.decode(model, state, budgets, roles, steps=look_every, enough=enough)
+            state, sampled = engine.decode(model, state, budgets, params, steps=look_every, enough=enough)
             for slot, completion in sampled.items():
                 parts.setdefault(slot, []).append(completion)
                 if completion.finish_reason is not None:
@@ -87,8 +82,10 @@ def _refill(
     waiting: deque[int],
     live: dict[int, int],
 ) -> Slots:
-    """Start waiting episodes in the free slots."""
+    """Start waiting episodes in the free slots, an eighth of all at once: few calls, and groups stay together."""
     free = [slot for slot in range(engine.slots) if slot not in live]
+    if live and len(free) < min(len(waiting), engine.slots // 8):
+        return state
     fresh = {slot: waiting.popleft() for slot in free[: len(waiting)]}
     live.update(fresh)
     if not fresh:
@@ -107,6 +104,11 @@ def _append_due(
         names = {slot: keys([slots[slot]], segments - 1)[0] for slot, segments in anew.items()}
         state = engine.prefill_groups(model, state, {slot: due.pop(slot) for slot in anew}, names)
     return engine.extend(model, state, due) if due else state
+
+
+def _params(sampling: SamplingParams, episode: Episode) -> SamplingParams:
+    """How the episode's next generation is sampled: it stops at the ids that end its role's."""
+    return replace(sampling, stop_ids=episode.rules.grammar.stop_ids(episode.role))
 
 
 def _take(episode: Episode, parts: Sequence[Completion]) -> None:

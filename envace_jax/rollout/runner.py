@@ -49,7 +49,7 @@ def run_episodes(
     judge_pool: Executor | None = None,
     empty_penalty: float = 0.1,
     history_reasoning: str = "keep",
-    temperature: float | None = None,
+    temperature: float | Sequence[float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Trajectory]:
     """`group_size` episodes of every task, in order: those of task i have group `first_group + i`.
@@ -62,10 +62,11 @@ def run_episodes(
         judge: of user turns; None: the rules that checklist items carry.
         judge_pool: where verdicts are waited for while other episodes go on; None: judged at once.
         history_reasoning: `world.history_reasoning`; episodes of several user turns are hosted where it is "drop".
-        temperature: instead of that of the settings; 0 is greedy.
+        temperature: instead of that of the settings; 0 is greedy. Several: one for each member of a group; such
+            episodes are hosted.
         progress: called with the numbers of finished and of all episodes.
 
-    Raises ValueError when episodes may outgrow the engine's slots.
+    Raises ValueError when episodes may outgrow the engine's slots, or temperatures and group size differ in number.
     """
     if settings.max_length > engine.max_length:
         raise ValueError(
@@ -81,10 +82,14 @@ def run_episodes(
             responder = world.open(task, first_episode + len(episodes))
             episodes.append(Episode(rules, task, responder, prompt=prompt))
     numbers = range(first_episode, first_episode + len(episodes))
-    heat = settings.temperature if temperature is None else temperature
-    sampling = SamplingParams(heat, settings.top_p, settings.top_k)
-    # What the host must answer cannot run inside the loop, so such episodes are hosted whatever the settings say.
-    inside = [i for i, episode in enumerate(episodes) if settings.engine == "fused" and fits_fused(episode)]
+    if temperature is None or isinstance(temperature, (int, float)):
+        temperature = [settings.temperature if temperature is None else temperature] * size
+    if len(temperature) != size:
+        raise ValueError(f"{len(temperature)} temperatures for groups of {size}: give one for each member")
+    params = [SamplingParams(heat, settings.top_p, settings.top_k) for heat in temperature] * len(tasks)
+    alike = settings.engine == "fused" and len(set(params)) == 1
+    # Episodes that need the host cannot run inside the loop, so they are hosted whatever the settings say.
+    inside = [i for i, episode in enumerate(episodes) if alike and fits_fused(episode)]
     outside = sorted(set(range(len(episodes))) - set(inside))
     for path, chosen, before in ((run_fused, inside, 0), (run_hosted, outside, len(inside))):
         path(
@@ -92,7 +97,7 @@ def run_episodes(
             model,
             [episodes[i] for i in chosen],
             lambda of, sequence, chosen=chosen: sequence_keys(seed, step, [numbers[chosen[i]] for i in of], sequence),
-            sampling,
+            [params[i] for i in chosen],
             look_every=settings.look_every,
             judge_pool=judge_pool,
             progress=None if progress is None else lambda done, before=before: progress(before + done, len(episodes)),

@@ -157,6 +157,16 @@ def test_mixed_worlds_rehearse_some_episodes_and_execute_the_others(sample, host
             same([t], [rehearsed])
 
 
+def test_members_of_a_group_may_be_sampled_at_temperatures_of_their_own(sample, hosted):
+    heats = [1.0, 0.0] * 4
+    mixed = sample(temperature=heats)
+    same(mixed[::2], hosted[::2])
+    greedy = {tuple(t.tokens[t.roles > 0].tolist()) for t in mixed[1:8:2]}
+    assert len(greedy) == 1
+    with pytest.raises(ValueError, match="2 temperatures for groups of 8"):
+        sample(temperature=[1.0, 0.0])
+
+
 def test_an_engine_that_is_too_short_is_refused(sample):
     with pytest.raises(ValueError, match="max_length=151"):
         sample(settings={"max_length": 151})
