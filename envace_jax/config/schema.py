@@ -274,12 +274,14 @@ class SFTDataConfig:
     thinking: bool = True
     conversations: int = 16  # in each step
     max_tokens: int = 4096  # longer conversations are left out
-    drill_steps: int = 0  # mini: steps of drills alone (long runs of random calls) before demonstrations begin
+    reading_steps: int = 0  # mini: steps of reading records out, before anything else
+    drill_steps: int = 0  # mini: the step at which demonstrations begin; drills (runs of random calls) before it
     drill_fraction: float = 0.5  # mini: drills among the conversations after that
 
     def __post_init__(self) -> None:
         _require(self.kind != "jsonl" or self.path is not None, "data.path must be set when data.kind=jsonl")
         _require_positive("data", self, "conversations", "max_tokens")
+        _require(self.reading_steps >= 0, f"data.reading_steps must not be negative, found {self.reading_steps}")
         _require(self.drill_steps >= 0, f"data.drill_steps must not be negative, found {self.drill_steps}")
         _require(0 <= self.drill_fraction <= 1, f"data.drill_fraction must lie in 0..1, found {self.drill_fraction}")
 
@@ -304,6 +306,7 @@ class SFTConfig:
     seed: int = 0
     tokenizer: str | None = None  # HF directory of the tokenizer; null: the model's, or one trained for data.kind=mini
     architecture: dict[str, Any] | None = None  # fields of Hugging Face's config.json, for random weights
+    local_heads: tuple[int, ...] | None = None  # random weights: how far back each head of the first layer looks
     role_weights: tuple[float, float] = (1.0, 1.0)  # act, rehearse
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     train: SFTTrainConfig = field(default_factory=SFTTrainConfig)

@@ -22,6 +22,7 @@ from envace_jax.config import ConfigError, SFTConfig, to_dict
 from envace_jax.grpo import ACT, CONTEXT, REHEARSE, TokenBatch, token_logps
 from envace_jax.tasks.mini import vocabulary
 from envace_jax.train.checkpoint import SOURCE, Checkpoints, export, load_model, tokenizer_directory, write_model_source
+from envace_jax.train.initial import with_local_heads
 from envace_jax.train.loop import device_mesh, read_tokenizer
 from envace_jax.train.optim import make_optimizer, make_schedule
 from envace_jax.train.packing import pack, pad_fraction
@@ -136,6 +137,8 @@ def _initial_model(config: SFTConfig, out: Path, mesh: Any) -> tuple[Qwen3, Chat
         raise ConfigError(f"architecture: {error}") from error
     write_model_source(out, source, architecture)
     model = Qwen3(architecture, rngs=nnx.Rngs(config.seed), mesh=mesh, **settings)
+    if config.local_heads is not None:
+        model = with_local_heads(model, config.local_heads)
     return model, read_tokenizer(out / SOURCE, architecture)
 
 

@@ -14,7 +14,7 @@ from envace_jax.rollout.recorded import encode_conversation
 from envace_jax.rollout.trajectory import REHEARSE, Trajectory
 from envace_jax.tasks import TaskError, read_tasks
 from envace_jax.tasks.mini import TOOLS
-from envace_jax.tasks.mini.demos import demonstrations, drills
+from envace_jax.tasks.mini.demos import demonstrations, drills, readings
 
 Batches = Callable[[int], list[Trajectory]]
 BARE_DRILL_CALLS, DRILL_CALLS = (8, 11), (3, 6)  # as many as fill a row: without tools in the prompt, and with
@@ -26,7 +26,7 @@ def batches(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:
 
 
 def _mini(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:
-    """Drills alone for `drill_steps`, then demonstrations with `drill_fraction` of drills among them."""
+    """Readings for `reading_steps`, drills until `drill_steps`, then demonstrations with `drill_fraction` of drills."""
 
     def encode(messages: list[dict], tools: tuple[dict, ...] | None) -> Trajectory:
         return encode_conversation(chat, messages, tools, thinking=config.thinking)
@@ -40,6 +40,8 @@ def _mini(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:
 
     def batch(step: int) -> list[Trajectory]:
         count, start = config.conversations, step * config.conversations
+        if step < config.reading_steps:  # half as long as the others
+            return [encode(m, None) for m in itertools.islice(readings(config.seed, start=2 * start), 2 * count)]
         practice = count if step < config.drill_steps else round(count * config.drill_fraction)
         bare = practice if step < config.drill_steps else practice // 2
         shown = itertools.islice(demonstrations(config.seed, start=start), count - practice)

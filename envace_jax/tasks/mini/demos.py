@@ -1,9 +1,9 @@
 """Supervised episodes of the embedded world: what the shipped beginner learned from.
 
-Two kinds, both as plain conversations whose results come from the executable shop. *Demonstrations* are tasks of the
-training split played by clerks of mixed habits, so that good and bad behaviour are both in reach of the policy.
-*Drills* are long runs of random calls: dense practice for the rehearsal role, which has to copy values out of the right
-record and to remember earlier writes.
+Three kinds, all plain conversations. *Readings* repeat the lines of the prompt in random order: the densest practice in
+finding a record by its id. *Drills* are long runs of random calls, answered by the executable shop: practice for the
+rehearsal role, which has to copy values out of the right record and to remember earlier writes. *Demonstrations* are
+tasks of the training split played by clerks of mixed habits, so that good and bad behaviour are both in reach.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from envace_jax.tasks.mini.generate import (
     system_message,
 )
 from envace_jax.tasks.mini.policies import HABITS, Actor, Call, Goal, habit
-from envace_jax.tasks.mini.shop import MAX_QTY, STATUSES, TOOLS, Shop
+from envace_jax.tasks.mini.shop import MAX_QTY, STATUSES, TOOLS, Shop, record_line
 
 # How often a demonstrator follows each habit: `right` is common enough to be found, rare enough to leave RL a choice.
 HABIT_WEIGHTS: Mapping[str, float] = {"right": 0.35, "blind": 0.35, "wrong": 0.15, "quit": 0.15}
@@ -74,7 +74,20 @@ def drills(seed: int, *, start: int = 0, calls: tuple[int, int] = (8, 14)) -> It
         index += 1
 
 
-def _random_calls(rng: random.Random, orders: list[str], names: list[str], count: int) -> Actor:
+def readings(seed: int, *, start: int = 0, lines: int = 10) -> Iterator[list[dict[str, Any]]]:
+    """Endless conversations in which the assistant reads records out; each by (seed, lines, its index) alone."""
+    names = record_names("train")
+    index = start
+    while True:
+        rng = random.Random(f"reading/{seed}/{index}")
+        records = make_records(rng, names, rng.randint(2, 4))
+        text = "\n".join(record_line(rng.choice(records)) for _ in range(lines))
+        asked = {"role": "user", "content": "Read out."}
+        yield [system_message(records, {}), asked, {"role": "assistant", "content": text}]
+        index += 1
+
+
+def _random_calls(rng: random.Random, orders: list[int], names: list[int], count: int) -> Actor:
     while count > 0:
         together = min(count, rng.choice((1, 1, 2, 3)))
         yield [_random_call(rng, orders, names) for _ in range(together)]
@@ -82,7 +95,7 @@ def _random_calls(rng: random.Random, orders: list[str], names: list[str], count
     return "Done."
 
 
-def _random_call(rng: random.Random, orders: list[str], names: list[str]) -> Call:
+def _random_call(rng: random.Random, orders: list[int], names: list[int]) -> Call:
     order = rng.choice(names) if rng.random() < 0.05 else rng.choice(orders)
     name = rng.choices([t["function"]["name"] for t in TOOLS], weights=(6, 4, 3, 2, 2, 1, 2))[0]
     if name == "list_orders":

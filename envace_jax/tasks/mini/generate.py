@@ -21,7 +21,6 @@ HELD_OUT = (("change", "total"), ("cancel", "ship_all"), ("status", "change"))
 HIDDEN_FIELDS = ("price", "status")
 SYSTEM = "You run the back office of a shop. These are its orders."
 
-_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 _ASK = {
     "status": ("What is the status of order {order}?", "How far is order {order}?"),
     "total": ("What does order {order} cost?", "Tell me the total of order {order}."),
@@ -32,9 +31,9 @@ _ASK = {
 }
 
 
-def record_names(split: str) -> list[str]:
+def record_names(split: str) -> list[int]:
     """The order ids of a split: a fixed seventh of all ids is validation, another is test, the rest train."""
-    every = [f"{letter}{number:02d}" for letter in _LETTERS for number in range(100)]
+    every = list(range(100, 1000))
     random.Random("record names").shuffle(every)
     share = len(every) // 7
     return {"validation": every[:share], "test": every[share : 2 * share], "train": every[2 * share :]}[split]
@@ -56,21 +55,21 @@ def mini_tasks(split: str, count: int, *, seed: int = 0, visibility: str = "full
         yield _make_task(split, names, index, seed, visibility)
 
 
-def make_records(rng: random.Random, names: list[str], count: int) -> list[dict[str, Any]]:
-    """`count` orders with distinct ids of `names`."""
+def make_records(rng: random.Random, names: list[int], count: int) -> list[dict[str, Any]]:
+    """`count` orders with distinct ids of `names` and distinct items."""
     return [
         {
             "order": order,
-            "item": rng.choice(ITEMS),
+            "item": item,
             "qty": rng.randint(1, MAX_QTY),
             "price": rng.choice(PRICES),
             "status": rng.choices(STATUSES, weights=(3, 3, 2, 1))[0],
         }
-        for order in rng.sample(names, count)
+        for order, item in zip(rng.sample(names, count), rng.sample(ITEMS, count), strict=True)
     ]
 
 
-def system_message(records: list[dict[str, Any]], hidden: dict[str, tuple[str, ...]]) -> dict[str, str]:
+def system_message(records: list[dict[str, Any]], hidden: dict[int, tuple[str, ...]]) -> dict[str, str]:
     """The system message that shows `records`; `hidden` names the fields left out, by order id."""
     lines = [record_line(r, hidden.get(r["order"], ())) for r in records]
     return {"role": "system", "content": "\n".join([SYSTEM, *lines])}
@@ -92,7 +91,7 @@ def play(actor: Actor, shop: Shop, messages: list[dict[str, Any]]) -> list[tuple
         made += [(name, arguments, result) for (name, arguments), result in zip(calls, results, strict=True)]
 
 
-def _make_task(split: str, names: list[str], index: int, seed: int, visibility: str) -> Task:
+def _make_task(split: str, names: list[int], index: int, seed: int, visibility: str) -> Task:
     rng = random.Random(f"mini/{split}/{seed}/{visibility}/{index}")
     records = make_records(rng, names, rng.randint(3, 5))
     turns = _goals(rng, records, split)
@@ -148,8 +147,8 @@ def _goals(rng: random.Random, records: list[dict[str, Any]], split: str) -> lis
     return [goals] if rng.random() < 0.5 else [[g] for g in goals]
 
 
-def _goal(rng: random.Random, kind: str, order: str) -> Goal:
-    return Goal(kind, "" if kind == "ship_all" else order, rng.randint(1, MAX_QTY) if kind == "change" else 0)
+def _goal(rng: random.Random, kind: str, order: int) -> Goal:
+    return Goal(kind, 0 if kind == "ship_all" else order, rng.randint(1, MAX_QTY) if kind == "change" else 0)
 
 
 def _ask(rng: random.Random, goal: Goal) -> str:

@@ -26,7 +26,7 @@ class Goal:
     """What a user wants: `kind`, the order it is about, and the new quantity where the kind is `change`."""
 
     kind: str
-    order: str = ""
+    order: int = 0
     qty: int = 0
 
 
@@ -60,7 +60,7 @@ def expert(goal: Goal) -> Actor:
     return _state(goal.order, status)
 
 
-def blind(goal: Goal, rng: random.Random, orders: Sequence[str]) -> Actor:
+def blind(goal: Goal, rng: random.Random, orders: Sequence[int]) -> Actor:
     """Acts without looking and reports success whatever came back; answers questions from nowhere."""
     if goal.kind == "total":
         return _cost(goal.order, rng.randint(1, MAX_QTY) * rng.choice(PRICES))
@@ -88,7 +88,7 @@ def quit_early(goal: Goal, rng: random.Random) -> Actor:
     return QUIT_REPLY
 
 
-def habit(name: str, goal: Goal, rng: random.Random, orders: Sequence[str]) -> Actor:
+def habit(name: str, goal: Goal, rng: random.Random, orders: Sequence[int]) -> Actor:
     """The actor of one habit for one user turn; `orders` are the ids in the prompt."""
     if name == "blind":
         return blind(goal, rng, orders)
@@ -114,24 +114,20 @@ def states(reply: str, wanted: Sequence[str]) -> bool:
 
 
 def _is_claim(statement: str) -> bool:
-    return any(word.isdigit() or word in STATUSES or _is_id(word) for word in statement.replace(",", " ").split())
+    return any(word.isdigit() or word in STATUSES for word in statement.replace(",", " ").split())
 
 
-def _is_id(word: str) -> bool:
-    return len(word) == 3 and word[0].isupper() and word[1:].isdigit()
-
-
-def _state(order: str, status: Any) -> str:
+def _state(order: int, status: Any) -> str:
     return f"Order {order} is {status}."
 
 
-def _cost(order: str, total: Any) -> str:
+def _cost(order: int, total: Any) -> str:
     return f"Order {order} costs {total}."
 
 
-def _quantity(order: str, qty: Any) -> str:
+def _quantity(order: int, qty: Any) -> str:
     return f"Order {order} has {qty}."
 
 
-def _shipped(orders: Sequence[str]) -> str:
-    return f"Shipped {', '.join(orders)}." if orders else "Shipped nothing."
+def _shipped(orders: Sequence[int]) -> str:
+    return f"Shipped {', '.join(map(str, orders))}." if orders else "Shipped nothing."

@@ -14,11 +14,14 @@ from typing import Any
 import jsonschema
 
 STATUSES = ("new", "paid", "shipped", "cancelled")
-ITEMS = ("lamp", "chair", "desk", "clock", "vase", "rug", "mirror", "shelf")
+ITEMS = (
+    *("lamp", "chair", "desk", "clock", "vase", "rug", "mirror", "shelf"),
+    *("stool", "bed", "sofa", "plate", "cup", "bowl", "pan", "pot"),
+)
 MAX_QTY = 5
 PRICES = tuple(range(2, 10))
 
-_ORDER = {"type": "string"}
+_ORDER = {"type": "integer"}
 _STATUS = {"type": "string", "enum": list(STATUSES)}
 _QTY = {"type": "integer", "minimum": 1, "maximum": MAX_QTY}
 
@@ -77,7 +80,7 @@ class Shop:
     """An executable shop. `call` answers as the real environment would; `records` is its state, by order id."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]]):
-        self.records: dict[str, dict[str, Any]] = {r["order"]: dict(r) for r in records}
+        self.records: dict[int, dict[str, Any]] = {r["order"]: dict(r) for r in records}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The result of one call, a JSON object; writes change `records`. Never raises on bad input."""

@@ -1,7 +1,7 @@
 """What the mini policy's tokenizer is trained on, and how it splits.
 
-JSON keys and short quoted words are one piece each, so that a record costs few tokens; ids are a capital letter and
-single digits wherever they stand, so that an id never seen in training is made of tokens that were.
+JSON keys and short quoted words are one piece each, so that a record costs few tokens; ids are single digits, so that
+an id never seen in training is made of tokens that were.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from envace_jax.tasks.mini.demos import demonstrations, drills
+from envace_jax.tasks.mini.demos import demonstrations, drills, readings
 from envace_jax.tasks.mini.shop import TOOLS
 
 VOCAB_SIZE = 768
-PATTERN = r',? ?[\[{]*"[a-z_]+":| ?\[?"[a-z_ ]+"|[\p{Lu}](?![a-z])| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}"]+"?| ?"[}\]]*|\s+'
+PATTERN = r',? ?[\[{]*"[a-z_]+":| ?\[?"[a-z_ ]+"| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}"]+"?| ?"[}\]]*|\s+'
 # What the chat template writes around every conversation.
 _FRAME = 'system\nuser\nassistant\n\n\n# Tools\n<tools>\n</tools>\nCall: {"name": ..., "arguments": {...}}\n'
 
@@ -26,6 +26,8 @@ def texts(conversations: int = 1500) -> Iterator[str]:
     for messages in itertools.islice(demonstrations(-1), conversations):
         yield from map(_text, messages)
     for messages in itertools.islice(drills(-1), conversations // 2):
+        yield from map(_text, messages)
+    for messages in itertools.islice(readings(-1), conversations // 10):
         yield from map(_text, messages)
 
 
