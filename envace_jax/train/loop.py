@@ -283,6 +283,7 @@ def _make_rollout(
             judge=judging.judge,
             judge_pool=judging.pool,
             empty_penalty=config.reward.empty_penalty,
+            history_reasoning=config.world.history_reasoning,
         )
 
     return rollout
