@@ -78,8 +78,8 @@ def test_train_hands_over_the_file_with_its_overrides_and_an_evaluation(envace, 
 def test_sft_reads_its_own_schema(envace, config, package):
     seen = []
     package("train", sft=seen.append)
-    assert envace("sft", config, "data.size=10")[0] == 0
-    assert seen[0].data.size == 10
+    assert envace("sft", config, "data.conversations=10")[0] == 0
+    assert seen[0].data.conversations == 10
 
 
 def test_a_misspelt_key_is_one_line_and_status_2(envace, config, training):

@@ -47,14 +47,14 @@ class TrainState:
 
 
 def create_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
-    """A state at step 0. It takes `params` over: the first update donates them."""
-
-    def create(params: nnx.State) -> TrainState:
-        # Two arrays: a donated state must not hold one buffer twice.
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
-
-    shape = jax.eval_shape(create, params)
-    return jax.jit(create, donate_argnums=0, out_shardings=state_shardings(shape, mesh))(params)
+    """A state at step 0. It takes `params` over, laid out on `mesh`: the first update donates them."""
+    places = state_shardings(abstract_state(params, optimizer), mesh)
+    if places is not None:
+        params = jax.device_put(params, places.params)
+    opt_state = jax.jit(optimizer.init, out_shardings=None if places is None else places.opt_state)(params)
+    # Two arrays: a donated state must not hold one buffer twice.
+    step, skipped = (jnp.zeros((), jnp.int32, device=None if places is None else places.step) for _ in range(2))
+    return TrainState(params, opt_state, step, skipped)
 
 
 def state_shardings(state: TrainState, mesh: Mesh | None) -> TrainState | None:
