@@ -18,8 +18,8 @@ SETTINGS = RolloutConfig(
     group_size=1, thinking=False, max_turns=6, max_length=700, turn_tokens=60, response_tokens=60, engine="hosted"
 )
 RECORDS = [
-    {"order": "A11", "item": "lamp", "qty": 2, "price": 3, "status": "new"},
-    {"order": "B22", "item": "rug", "qty": 1, "price": 5, "status": "paid"},
+    {"order": 111, "item": "lamp", "qty": 2, "price": 3, "status": "new"},
+    {"order": 222, "item": "rug", "qty": 1, "price": 5, "status": "paid"},
 ]
 
 
@@ -64,7 +64,7 @@ class Speaker:
             ids += [getattr(self.chat.control, part)] if hasattr(self.chat.control, part) else self._text(part)
         return np.asarray(ids, np.int32)
 
-    def call(self, name: str = "get_order", arguments: str = '{"order": "A11"}', end: bool = True) -> np.ndarray:
+    def call(self, name: str = "get_order", arguments: str = '{"order": 111}', end: bool = True) -> np.ndarray:
         """One whole call; with `end` the turn ends after it."""
         body = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
         return self("call_open", body, "call_close", *(["im_end"] if end else []))

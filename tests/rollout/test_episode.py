@@ -108,7 +108,7 @@ def test_a_rehearser_may_think_before_it_answers(play, say):
 
 
 def test_a_call_that_does_not_parse_is_the_last_thing_kept(play, say):
-    bad = say("call_open", "\nget_order(A11)\n", "call_close", "im_end")
+    bad = say("call_open", "\nget_order(111)\n", "call_close", "im_end")
     t = play(bad, say.response("{}"), say.reply("Done 0."))
     assert (t.finish, t.reward) == ("malformed", 0.0)
     assert spans(t) == [(ACT, bad.tolist())]
@@ -214,11 +214,11 @@ def test_no_verdict_makes_the_episode_invalid(play, say):
 
 def test_the_real_world_answers_in_the_stream_as_context(play, say, chat):
     world = RealWorld()
-    t = play(say.call("ship_order", '{"order": "B22"}'), say.reply("Done 0."), world=world)
+    t = play(say.call("ship_order", '{"order": 222}'), say.reply("Done 0."), world=world)
     assert [role for role, _ in spans(t)] == [ACT, ACT]
-    result = json.dumps({"order": "B22", "status": "shipped"})
+    result = json.dumps({"order": 222, "status": "shipped"})
     assert result in chat.decode(t.tokens[t.roles == 0])
-    assert world.started[0].records["B22"]["status"] == "shipped"
+    assert world.started[0].records[222]["status"] == "shipped"
     again = encode_conversation(chat, t.messages, [], thinking=False)
     assert again.tokens.tolist() == t.tokens.tolist()
 

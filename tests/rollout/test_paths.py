@@ -21,7 +21,7 @@ from .conftest import SETTINGS, make_task
 SAMPLED = dataclasses.replace(
     SETTINGS, group_size=8, turn_tokens=11, response_tokens=6, max_length=150, max_turns=4, look_every=16
 )
-CALL = '{"name": "get_order", "arguments": {"order": "A11"}}'
+CALL = '{"name": "get_order", "arguments": {"order": 111}}'
 RESPONSES = ('{"a": 1}', '{"error_tool_call": {}}', "no order")
 REPLY = "Done 0."
 LINES = (CALL, *RESPONSES, REPLY, "{broken", "\n\n")

@@ -14,10 +14,10 @@ from envace_jax.tasks.mini.generate import HELD_OUT, SPLITS, record_names
 from envace_jax.tasks.mini.policies import QUIT_REPLY, states
 
 RECORDS = (
-    {"order": "A11", "item": "lamp", "qty": 2, "price": 3, "status": "new"},
-    {"order": "B22", "item": "rug", "qty": 1, "price": 5, "status": "paid"},
-    {"order": "C33", "item": "desk", "qty": 4, "price": 9, "status": "shipped"},
-    {"order": "D44", "item": "vase", "qty": 3, "price": 2, "status": "cancelled"},
+    {"order": 111, "item": "lamp", "qty": 2, "price": 3, "status": "new"},
+    {"order": 222, "item": "rug", "qty": 1, "price": 5, "status": "paid"},
+    {"order": 333, "item": "desk", "qty": 4, "price": 9, "status": "shipped"},
+    {"order": 444, "item": "vase", "qty": 3, "price": 2, "status": "cancelled"},
 )
 
 
@@ -28,19 +28,19 @@ def pairs(task) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "arguments", "answer"),
     [
-        ("get_order", {"order": "A11"}, RECORDS[0]),
-        ("get_order", {"order": "Z99"}, {"error": "no such order"}),
-        ("get_total", {"order": "C33"}, {"order": "C33", "total": 36}),
-        ("list_orders", {"status": "paid"}, {"orders": ["B22"]}),
-        ("pay_order", {"order": "A11"}, {"order": "A11", "status": "paid"}),
-        ("pay_order", {"order": "B22"}, {"error": "not new"}),
-        ("ship_order", {"order": "B22"}, {"order": "B22", "status": "shipped"}),
-        ("ship_order", {"order": "A11"}, {"error": "not paid"}),
-        ("ship_order", {"order": "C33"}, {"error": "already shipped"}),
-        ("cancel_order", {"order": "B22"}, {"order": "B22", "status": "cancelled"}),
-        ("cancel_order", {"order": "D44"}, {"error": "already cancelled"}),
-        ("change_qty", {"order": "A11", "qty": 5}, {"order": "A11", "qty": 5}),
-        ("change_qty", {"order": "B22", "qty": 5}, {"error": "not new"}),
+        ("get_order", {"order": 111}, RECORDS[0]),
+        ("get_order", {"order": 999}, {"error": "no such order"}),
+        ("get_total", {"order": 333}, {"order": 333, "total": 36}),
+        ("list_orders", {"status": "paid"}, {"orders": [222]}),
+        ("pay_order", {"order": 111}, {"order": 111, "status": "paid"}),
+        ("pay_order", {"order": 222}, {"error": "not new"}),
+        ("ship_order", {"order": 222}, {"order": 222, "status": "shipped"}),
+        ("ship_order", {"order": 111}, {"error": "not paid"}),
+        ("ship_order", {"order": 333}, {"error": "already shipped"}),
+        ("cancel_order", {"order": 222}, {"order": 222, "status": "cancelled"}),
+        ("cancel_order", {"order": 444}, {"error": "already cancelled"}),
+        ("change_qty", {"order": 111, "qty": 5}, {"order": 111, "qty": 5}),
+        ("change_qty", {"order": 222, "qty": 5}, {"error": "not new"}),
     ],
 )
 def test_what_the_shop_answers(name, arguments, answer):
@@ -52,9 +52,9 @@ def test_what_the_shop_answers(name, arguments, answer):
     [
         ("fly", {}, "TOOL_NOT_AVAILABLE"),
         ("get_order", {}, "INVALID_PARAMETERS"),
-        ("get_order", {"order": 1}, "INVALID_PARAMETERS"),
-        ("get_order", {"order": "A11", "more": 1}, "INVALID_PARAMETERS"),
-        ("change_qty", {"order": "A11", "qty": 6}, "INVALID_PARAMETERS"),
+        ("get_order", {"order": "111"}, "INVALID_PARAMETERS"),
+        ("get_order", {"order": 111, "more": 1}, "INVALID_PARAMETERS"),
+        ("change_qty", {"order": 111, "qty": 6}, "INVALID_PARAMETERS"),
         ("list_orders", {"status": "lost"}, "INVALID_PARAMETERS"),
     ],
 )
@@ -66,9 +66,9 @@ def test_calls_against_the_protocol_change_nothing(name, arguments, code):
 
 def test_writes_are_seen_by_later_reads():
     shop = Shop(RECORDS)
-    shop.call("pay_order", {"order": "A11"})
-    shop.call("ship_order", {"order": "A11"})
-    assert shop.call("get_order", {"order": "A11"})["status"] == "shipped"
+    shop.call("pay_order", {"order": 111})
+    shop.call("ship_order", {"order": 111})
+    assert shop.call("get_order", {"order": 111})["status"] == "shipped"
     assert RECORDS[0]["status"] == "new"  # the records it started from are not its own
 
 
@@ -139,16 +139,16 @@ def test_doing_nothing_leaves_some_tasks_as_they_should_be_but_solves_none():
 @pytest.mark.parametrize(
     ("reply", "right"),
     [
-        ("Order A11 is paid.", True),
-        ("Of course. Order A11 is paid.", True),
-        ("Order A11 is paid. Order B22 is paid.", False),
-        ("Order A11 is paid. It costs 12.", False),
-        ("Order A11 is shipped.", False),
+        ("Order 111 is paid.", True),
+        ("Of course. Order 111 is paid.", True),
+        ("Order 111 is paid. Order 222 is paid.", False),
+        ("Order 111 is paid. It costs 12.", False),
+        ("Order 111 is shipped.", False),
         ("", False),
     ],
 )
 def test_a_reply_states_what_is_wanted_and_claims_nothing_else(reply, right):
-    assert states(reply, ["Order A11 is paid"]) is right
+    assert states(reply, ["Order 111 is paid"]) is right
 
 
 @pytest.mark.parametrize("split", SPLITS)
