@@ -127,6 +127,8 @@ def _read_file(path: str) -> Iterator[Record]:
             for record in _records(path, file):
                 line = record.line
                 yield record
+        except TaskError:
+            raise
         except (OSError, EOFError, ValueError) as error:  # a connection, a compressed stream or a page that breaks off
             yield Record(path, line + 1, reason=f"the file cannot be read from here on ({error})")
 
