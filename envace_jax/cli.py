@@ -98,11 +98,22 @@ def mini(
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0.0)] = 0.6,
     top_p: Annotated[float, typer.Option(help="Nucleus.", min=0.0, max=1.0)] = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    visibility: Annotated[str, typer.Option(help="full or partial: how much of the orders the prompt shows.")] = "full",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Success in the mini world's real environment."""
+    """Success in the mini world's real environment, and how true rehearsals are to it."""
     from envace_jax import evaluate
 
-    evaluate.mini(model, tasks=tasks, split=split, temperature=temperature, top_p=top_p, seed=seed)
+    evaluate.mini(
+        model,
+        tasks=tasks,
+        split=split,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        visibility=visibility,
+        as_json=as_json,
+    )
 
 
 TaskFile = Annotated[
