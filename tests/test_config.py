@@ -154,6 +154,8 @@ def test_a_sampler_correction_excludes_truncation(write, truncation, correction)
     ("overrides", "key"),
     [
         (["train.updates_per_batch=2"], "train.old_logps"),
+        (["train.act=false", "train.rehearse=false"], "train.rehearse"),
+        (["train.row_length=100"], "rollout.max_length"),
         (["tasks.kind=checklist"], "tasks.path"),
         (["world.kind=external"], "world.endpoint.base_url"),
         (["rollout.group_size=0"], "rollout.group_size"),

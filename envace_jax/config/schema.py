@@ -62,8 +62,13 @@ class WorldConfig:
     kind: Literal["rehearsal", "external", "real", "mixed"] = "rehearsal"
     form: Literal["inline", "simulator"] = "inline"
     history_reasoning: Literal["keep", "drop"] = "keep"
-    reference_results: bool = False  # show the recorded calls and results to the rehearsal role
-    real_fraction: float = 0.5  # mixed: share of a step's episodes that run in the real world
+    # What the prompt of a rehearsal shows beside the call; `simulator` form and `external` only.
+    whitelist: bool = True  # the schemas of all tools of the task
+    reference_results: bool = False  # the recorded calls and results
+    history: bool = True  # the conversation so far
+    raw_message: bool = True  # the actor's message as it was sampled
+    split_parameters: bool = False  # rehearsal: a second copy of the policy rehearses, with an optimizer of its own
+    real_fraction: float = 0.5  # mixed: share of the responses that come from the real world
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # external: who simulates
 
     def __post_init__(self) -> None:
@@ -72,6 +77,16 @@ class WorldConfig:
             self.kind != "external" or self.endpoint.base_url is not None,
             "world.endpoint.base_url must be set when world.kind=external",
         )
+        # In the inline form the actor would see what is meant for the rehearser.
+        _require(
+            not self.reference_results or self.form == "simulator" or self.kind == "external",
+            "world.reference_results=true needs a prompt of its own: set world.form=simulator",
+        )
+        _require(
+            not self.split_parameters or self.kind in ("rehearsal", "mixed"),
+            f"world.split_parameters=true needs a policy that rehearses, not world.kind={self.kind}",
+        )
+        _require_positive("world.endpoint", self.endpoint, "max_new_tokens", "timeout_s", "tries", "max_in_flight")
 
 
 @dataclass(frozen=True)
@@ -194,13 +209,16 @@ class TrainConfig(OptimConfig):
 class MeshConfig:
     """Sizes of the device mesh's axes."""
 
-    data: int = -1  # -1: all devices the other axes leave
+    data: int = -1  # -1, here or at one of the others: all devices that the other axes leave
     fsdp: int = 1
     tp: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.data == -1 or self.data > 0, f"mesh.data must be -1 (the rest) or positive, found {self.data}")
-        _require_positive("mesh", self, "fsdp", "tp")
+        sizes = {"data": self.data, "fsdp": self.fsdp, "tp": self.tp}
+        for axis, size in sizes.items():
+            _require(size == -1 or size > 0, f"mesh.{axis} must be -1 (the rest) or positive, found {size}")
+        rest = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+        _require(len(rest) < 2, f"only one of {', '.join(rest)} can be -1 (the rest): set the others")
 
 
 @dataclass(frozen=True)
@@ -261,6 +279,11 @@ class Config:
             self.grpo.sampler_correction == "none" or self.train.old_logps != "sampler",
             f"grpo.sampler_correction={self.grpo.sampler_correction} is always 1 with train.old_logps=sampler: "
             "set train.old_logps=current or recompute, or grpo.sampler_correction=none",
+        )
+        _require(
+            self.train.row_length is None or self.train.row_length >= self.rollout.max_length,
+            f"train.row_length={self.train.row_length} is shorter than an episode may be: "
+            f"raise it to rollout.max_length={self.rollout.max_length}, or lower that",
         )
 
 
