@@ -127,15 +127,22 @@ def _plausible(key: tuple[str, str], result: Any, messages: Sequence[Message], i
     if "order" in result and result["order"] != arguments.get("order"):
         return False
     known = _words_before(messages, index)
-    numbers = {int(w) for w in known if w.isdigit()}
-    for field, value in result.items():
-        for leaf in value if isinstance(value, list) else [value]:
-            if field == "total":
-                if not any(leaf % n == 0 and leaf // n in numbers for n in numbers if n):
-                    return False
-            elif field not in ("status", "error") and str(leaf) not in known:
+    for field, value in _leaves(result):
+        if field == "total":
+            if value != result["qty"] * result["price"]:
                 return False
+        elif field not in ("status", "error") and str(value) not in known:
+            return False
     return True
+
+
+def _leaves(result: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for field, value in result.items():
+        if isinstance(value, list):
+            for entry in value:
+                yield from _leaves(entry)
+        else:
+            yield field, value
 
 
 def _words_before(messages: Sequence[Message], index: int) -> set[str]:

@@ -17,7 +17,7 @@ from envace_jax.tasks.mini import TOOLS
 from envace_jax.tasks.mini.demos import demonstrations, drills, readings
 
 Batches = Callable[[int], list[Trajectory]]
-BARE_DRILL_CALLS, DRILL_CALLS = (8, 11), (3, 6)  # as many as fill a row: without tools in the prompt, and with
+BARE_DRILL_CALLS, DRILL_CALLS = (6, 9), (3, 5)  # as many as fill a row: without tools in the prompt, and with
 
 
 def batches(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:

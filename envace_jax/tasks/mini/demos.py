@@ -22,7 +22,7 @@ from envace_jax.tasks.mini.generate import (
     system_message,
 )
 from envace_jax.tasks.mini.policies import HABITS, Actor, Call, Goal, habit
-from envace_jax.tasks.mini.shop import MAX_QTY, STATUSES, TOOLS, Shop, record_line
+from envace_jax.tasks.mini.shop import MAX_QTY, TOOLS, Shop, record_line
 
 # How often a demonstrator follows each habit: `right` is common enough to be found, rare enough to leave RL a choice.
 HABIT_WEIGHTS: Mapping[str, float] = {"right": 0.35, "blind": 0.35, "wrong": 0.15, "quit": 0.15}
@@ -99,7 +99,7 @@ def _random_call(rng: random.Random, orders: list[int], names: list[int]) -> Cal
     order = rng.choice(names) if rng.random() < 0.05 else rng.choice(orders)
     name = rng.choices([t["function"]["name"] for t in TOOLS], weights=(6, 4, 3, 2, 2, 1, 2))[0]
     if name == "list_orders":
-        return name, {"status": rng.choice(STATUSES)}
+        return name, {}
     if name == "change_qty":
         # One call in ten breaks the schema, so that the rehearser knows a violation when it sees one.
         return name, {"order": order, "qty": rng.randint(1, MAX_QTY) if rng.random() < 0.9 else rng.choice((0, 9))}

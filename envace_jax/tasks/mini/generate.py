@@ -19,6 +19,7 @@ SPLITS = ("train", "validation", "test")
 KINDS = ("status", "total", "ship", "cancel", "change", "ship_all")
 HELD_OUT = (("change", "total"), ("cancel", "ship_all"), ("status", "change"))
 HIDDEN_FIELDS = ("price", "status")
+MAX_CALLS = 6  # of the expert; longer tasks are drawn again
 SYSTEM = "You run the back office of a shop. These are its orders."
 
 _ASK = {
@@ -93,6 +94,13 @@ def play(actor: Actor, shop: Shop, messages: list[dict[str, Any]]) -> list[tuple
 
 def _make_task(split: str, names: list[int], index: int, seed: int, visibility: str) -> Task:
     rng = random.Random(f"mini/{split}/{seed}/{visibility}/{index}")
+    while True:
+        task = _draw_task(rng, names, split, visibility, task_id=f"mini-{split}-{seed}-{visibility}-{index}")
+        if sum(len(m.get("tool_calls", ())) for m in task.messages) <= MAX_CALLS:
+            return task
+
+
+def _draw_task(rng: random.Random, names: list[int], split: str, visibility: str, task_id: str) -> Task:
     records = make_records(rng, names, rng.randint(3, 5))
     turns = _goals(rng, records, split)
     hidden = {}
@@ -109,7 +117,7 @@ def _make_task(split: str, names: list[int], index: int, seed: int, visibility: 
         replies.append(statements(messages[-1]["content"]))
         checklist.append(_checklist(turn, made, messages[before:]))
     return Task(
-        id=f"mini-{split}-{seed}-{visibility}-{index}",
+        id=task_id,
         messages=tuple(messages),
         tools=TOOLS,
         checklist=tuple(checklist),

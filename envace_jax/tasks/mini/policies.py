@@ -36,8 +36,8 @@ def expert(goal: Goal) -> Actor:
         (result,) = yield [("get_total", {"order": goal.order})]
         return _cost(goal.order, result.get("total"))
     if goal.kind == "ship_all":
-        (result,) = yield [("list_orders", {"status": "paid"})]
-        orders = result.get("orders", [])
+        (result,) = yield [("list_orders", {})]
+        orders = [r["order"] for r in result.get("orders", []) if r["status"] == "paid"]
         if orders:
             yield [("ship_order", {"order": order}) for order in orders]
         return _shipped(orders)
@@ -55,7 +55,7 @@ def expert(goal: Goal) -> Actor:
         status = cancelled.get("status", status)
     elif goal.kind == "change" and status == "new":
         (changed,) = yield [("change_qty", {"order": goal.order, "qty": goal.qty})]
-        if "qty" in changed:
+        if "qty" in changed and "error" not in changed:
             return _quantity(goal.order, changed["qty"])
     return _state(goal.order, status)
 

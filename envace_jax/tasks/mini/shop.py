@@ -1,8 +1,9 @@
 """The embedded world: the back office of a small shop, executable, and small enough to be learned in minutes.
 
 Orders have an id, an item, a quantity, a unit price and a status (new → paid → shipped, or cancelled). Seven tools read
-and change them; rules of the domain refuse some calls with an ordinary result `{"error": "..."}`. Violations of the
-protocol (unknown tool, arguments that do not fit the schema) are `{"error_tool_call": {...}}`, as everywhere.
+and change them, and answer with the record as it then stands. Rules of the domain refuse some calls with an ordinary
+result: the record and an `error`. Violations of the protocol (unknown tool, arguments that do not fit the schema) are
+`{"error_tool_call": {...}}`, as everywhere.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ def _tool(name: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def _result(**properties: Mapping[str, Any]) -> dict[str, Any]:
-    shape = {
+def _shape(**properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "type": "object",
         "properties": properties,
         "required": list(properties),
         "additionalProperties": False,
     }
-    return {"anyOf": [shape, _REFUSAL]}
 
 
-REFUSALS = ("no such order", "not new", "not paid", "already shipped", "already cancelled")
-_REFUSAL = {
-    "type": "object",
-    "properties": {"error": {"type": "string", "enum": list(REFUSALS)}},
-    "required": ["error"],
-    "additionalProperties": False,
-}
+def _result(*extra: tuple[str, Any], status: Mapping[str, Any] = _STATUS) -> dict[str, Any]:
+    """The record as it now stands, with what else a tool adds; or as it stood, with the reason for a refusal."""
+    record = {"order": _ORDER, "item": {"type": "string"}, "qty": {"type": "integer"}, "price": {"type": "integer"}}
+    refused = _shape(**record, status=_STATUS, error={"type": "string", "enum": list(REFUSALS)})
+    return {"anyOf": [_shape(**record, status=status, **dict(extra)), refused, _UNKNOWN]}
+
+
+REFUSALS = ("not new", "not paid", "already shipped", "already cancelled")
+_UNKNOWN = _shape(error={"const": "no such order"})
 
 TOOLS: tuple[dict[str, Any], ...] = (
     _tool("get_order", order=_ORDER),
     _tool("get_total", order=_ORDER),
-    _tool("list_orders", status=_STATUS),
+    _tool("list_orders"),
     _tool("pay_order", order=_ORDER),
     _tool("ship_order", order=_ORDER),
     _tool("cancel_order", order=_ORDER),
@@ -61,15 +63,13 @@ TOOLS: tuple[dict[str, Any], ...] = (
 WRITES = frozenset({"pay_order", "ship_order", "cancel_order", "change_qty"})
 
 RESULT_SCHEMAS: dict[str, dict[str, Any]] = {
-    "get_order": _result(
-        order=_ORDER, item={"type": "string"}, qty={"type": "integer"}, price={"type": "integer"}, status=_STATUS
-    ),
-    "get_total": _result(order=_ORDER, total={"type": "integer"}),
-    "list_orders": _result(orders={"type": "array", "items": _ORDER}),
-    "pay_order": _result(order=_ORDER, status={"const": "paid"}),
-    "ship_order": _result(order=_ORDER, status={"const": "shipped"}),
-    "cancel_order": _result(order=_ORDER, status={"const": "cancelled"}),
-    "change_qty": _result(order=_ORDER, qty=_QTY),
+    "get_order": _result(),
+    "get_total": _result(("total", {"type": "integer"})),
+    "list_orders": _shape(orders={"type": "array", "items": _shape(order=_ORDER, status=_STATUS)}),
+    "pay_order": _result(status={"const": "paid"}),
+    "ship_order": _result(status={"const": "shipped"}),
+    "cancel_order": _result(status={"const": "cancelled"}),
+    "change_qty": _result(),
 }
 
 # The prompt shows the short schemas; the shop itself also refuses arguments it does not know.
@@ -92,8 +92,7 @@ class Shop:
         if error is not None:
             return _violation("INVALID_PARAMETERS", f"bad arguments for {name}")
         if name == "list_orders":
-            status = arguments["status"]
-            return {"orders": [r["order"] for r in self.records.values() if r["status"] == status]}
+            return {"orders": [{"order": r["order"], "status": r["status"]} for r in self.records.values()]}
         record = self.records.get(arguments["order"])
         if record is None:
             return {"error": "no such order"}
@@ -103,25 +102,19 @@ class Shop:
         return dict(record)
 
     def _get_total(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-        return {"order": record["order"], "total": record["qty"] * record["price"]}
+        return {**record, "total": record["qty"] * record["price"]}
 
     def _pay_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-        return _refused(record, "new", "not new") or _moved(record, "paid")
+        return _refused(record, ("new",)) or _changed(record, status="paid")
 
     def _ship_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-        return _refused(record, "paid", "not paid") or _moved(record, "shipped")
+        return _refused(record, ("paid",)) or _changed(record, status="shipped")
 
     def _cancel_order(self, record: dict[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-        if record["status"] in ("shipped", "cancelled"):
-            return {"error": f"already {record['status']}"}
-        return _moved(record, "cancelled")
+        return _refused(record, ("new", "paid")) or _changed(record, status="cancelled")
 
     def _change_qty(self, record: dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        refusal = _refused(record, "new", "not new")
-        if refusal:
-            return refusal
-        record["qty"] = arguments["qty"]
-        return {"order": record["order"], "qty": record["qty"]}
+        return _refused(record, ("new",)) or _changed(record, qty=arguments["qty"])
 
 
 def record_line(record: Mapping[str, Any], hidden: Sequence[str] = ()) -> str:
@@ -129,17 +122,18 @@ def record_line(record: Mapping[str, Any], hidden: Sequence[str] = ()) -> str:
     return json.dumps({k: v for k, v in record.items() if k not in hidden})
 
 
-def _refused(record: Mapping[str, Any], needed: str, otherwise: str) -> dict[str, Any] | None:
-    """Shipped and cancelled orders are refused for what they are, others with `otherwise`."""
+def _refused(record: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any] | None:
+    """The refusal of a call that only orders of an `allowed` status take; None when it is not refused."""
     status = record["status"]
-    if status == needed:
+    if status in allowed:
         return None
-    return {"error": f"already {status}"} if status in ("shipped", "cancelled") else {"error": otherwise}
+    reason = f"already {status}" if status in ("shipped", "cancelled") else f"not {allowed[0]}"
+    return {**record, "error": reason}
 
 
-def _moved(record: dict[str, Any], status: str) -> dict[str, Any]:
-    record["status"] = status
-    return {"order": record["order"], "status": status}
+def _changed(record: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    record.update(fields)
+    return dict(record)
 
 
 def _violation(code: str, message: str) -> dict[str, Any]:
