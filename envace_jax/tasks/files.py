@@ -110,7 +110,8 @@ def expand(path: str) -> list[str]:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
+def opened(path: str) -> Iterator[IO[bytes]]:
+    """A file to read, decompressed by its name. Raises `TaskError` when it cannot be opened."""
     try:
         file = fsspec.open(path, "rb", compression="infer").open()
     except (OSError, ImportError, ValueError) as error:
@@ -121,7 +122,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def _read_file(path: str) -> Iterator[Record]:
-    with _opened(path) as file:
+    with opened(path) as file:
         line = 0
         try:
             for record in _records(path, file):

@@ -102,18 +102,20 @@ def build(
 
     Raises TaskError, also where `out` holds a data set already.
     """
-    from envace_jax.tasks.files import expand, read_tasks
+    from envace_jax.tasks.files import expand, opened, read_tasks
 
     if is_tfds(str(out)):
         raise TaskError(f"{out}: holds a data set already; remove it or choose another directory")
     for source in sources.values():
         if not is_tfds(source):
-            expand(source)
+            for name in expand(source):
+                with opened(name):
+                    pass
     tfds = _tfds()
     failure: list[TaskError] = []
     done = 0
 
-    class ChecklistTasks(tfds.core.GeneratorBasedBuilder):
+    class ChecklistTasks(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         name = NAME
 
         def _info(self) -> Any:
