@@ -91,10 +91,10 @@ def evaluate_mini(
         by_heat.append((episodes, state, solved))
     episodes, state, solved = by_heat[0]
     figures = _share("eval/success", solved)
-    for name, chosen in _kinds(tasks).items():
-        figures |= _share(f"eval/success/{name}", [solved[i] for i in chosen])
     if len(by_heat) > 1:
         figures |= _share("eval/success_greedy", by_heat[1][2])
+    for name, chosen in _kinds(tasks).items():
+        figures |= _share(f"eval/success/{name}", [solved[i] for i in chosen])
     generations = sum(len(t.generation_roles()) for t in episodes)
     figures |= {
         "eval/tasks": float(len(tasks)),
@@ -128,8 +128,9 @@ def during_training(config: Config) -> Callable[[Qwen3, int], Mapping[str, float
     def evaluate(model: Qwen3, step: int) -> dict[str, float]:
         if not made:
             from envace_jax.train import tokenizer_directory
+            from envace_jax.train.loop import read_tokenizer
 
-            made["chat"] = ChatTokenizer.from_pretrained(tokenizer_directory(config.model))
+            made["chat"] = read_tokenizer(tokenizer_directory(config.model), model.config)
             made["engine"] = _make_engine(model, made["chat"], tasks, settings)
         return evaluate_mini(
             model,
@@ -166,13 +167,14 @@ def mini(
     """
     from envace_jax.evaluate.show import print_json, print_mini, progress_bar
     from envace_jax.train import load_model, tokenizer_directory
+    from envace_jax.train.loop import read_tokenizer
 
     try:
         chosen = list(mini_tasks(split, tasks, visibility=visibility))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     policy = load_model(model)
-    chat = ChatTokenizer.from_pretrained(tokenizer_directory(model))
+    chat = read_tokenizer(tokenizer_directory(model), policy.config)
     settings = dataclasses.replace(SETTINGS, thinking=thinking, max_length=max_length)
     engine = _make_engine(policy, chat, chosen, settings)
     with progress_bar("episodes") as progress:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from envace_jax.chat import ChatTokenizer, parse_rehearsal
+from envace_jax.evaluate.metrics import read_response
 from envace_jax.rollout import REHEARSE, Trajectory, encode_conversation
 from envace_jax.sampling import Engine, Grammar, SamplingParams
 from models.qwen3 import Qwen3
@@ -68,7 +69,7 @@ def recorded_cases(
         if message["role"] == "assistant":
             pending = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         elif message["role"] == "tool":
-            at, name, real = next(results), pending.pop(0), json.loads(message["content"])
+            at, name, real = next(results), pending.pop(0), read_response(message["content"])
             refused = isinstance(real, dict) and bool({"error", "error_tool_call"} & real.keys())
             cases.append(Case(conversation, int(at[0]), int(at[-1]) + 1, real, wrote, refused))
             wrote = wrote or (name in writes and not refused)
