@@ -116,6 +116,68 @@ def mini(
     )
 
 
+@evaluate_app.command(
+    epilog=_example(
+        "envace evaluate fidelity models/qwen3_mini --tasks 64",
+        "envace evaluate fidelity models/qwen3_mini --triples calls.jsonl --json",
+        "envace evaluate fidelity --floors calls.json --json",
+    )
+)
+def fidelity(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="HF directory or run directory.", show_default=False)
+    ] = None,
+    floors: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="No model: what these calls need none for.")
+    ] = None,
+    category: Annotated[str | None, typer.Option(help="Of the calls in --floors; the file's first by default.")] = None,
+    triples: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSONL of tools, history, call, response.")
+    ] = None,
+    tasks: Annotated[int, typer.Option(help="How many tasks of the embedded world.", min=1)] = 64,
+    split: Annotated[str, typer.Option(help="Which tasks.")] = "test",
+    visibility: Annotated[str, typer.Option(help="full or partial.")] = "full",
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    max_length: Annotated[int, typer.Option(help="Calls beyond so many tokens are left out.", min=64)] = 1024,
+    response_tokens: Annotated[int, typer.Option(help="Most tokens of a rehearsed response.", min=1)] = 96,
+    thinking: Annotated[bool, typer.Option(help="Whether prompts are rendered for thinking.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """How true rehearsed responses are: teacher-forced, in closed loop, and beside floors without a model."""
+    if (model is None) == (floors is None):
+        raise typer.BadParameter("give MODEL to measure a model, or --floors FILE to measure none")
+    from envace_jax.evaluate import fidelity
+
+    if floors is not None:
+        fidelity.print_floors(floors, category=category, as_json=as_json)
+        return
+    fidelity.fidelity(
+        model,
+        triples=triples,
+        tasks=tasks,
+        split=split,
+        visibility=visibility,
+        seed=seed,
+        max_length=max_length,
+        response_tokens=response_tokens,
+        thinking=thinking,
+        as_json=as_json,
+        out=out,
+    )
+
+
+@evaluate_app.command(epilog=_example("envace evaluate compare base.json trained.json"))
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A result written with --out.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another of the same evaluation.", show_default=False)],
+) -> None:
+    """What B changes against A, and which of it is beyond noise."""
+    from envace_jax.evaluate import results
+
+    results.print_comparison(results.read_result(a), results.read_result(b))
+
+
 TaskFile = Annotated[
     str,
     typer.Argument(
