@@ -4,8 +4,10 @@ from envace_jax.rollout.episode import Episode, Rules
 from envace_jax.rollout.job import run
 from envace_jax.rollout.recorded import encode_conversation
 from envace_jax.rollout.runner import make_rules, run_episodes
+from envace_jax.rollout.simulator import Simulator
 from envace_jax.rollout.trajectory import ACT, CONTEXT, REHEARSE, TokenStream, Trajectory
 from envace_jax.rollout.worlds import (
+    OPEN,
     Environment,
     MixedWorld,
     RealWorld,
@@ -19,6 +21,7 @@ from envace_jax.rollout.worlds import (
 __all__ = [
     "ACT",
     "CONTEXT",
+    "OPEN",
     "REHEARSE",
     "Environment",
     "Episode",
@@ -27,6 +30,7 @@ __all__ = [
     "RehearsalWorld",
     "Responder",
     "Rules",
+    "Simulator",
     "TokenStream",
     "Trajectory",
     "World",

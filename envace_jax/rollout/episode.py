@@ -1,4 +1,4 @@
-"""The rules of one inline episode, on the host: what was sampled, what it means, what comes next.
+"""The rules of one episode, on the host: what was sampled, what it means, what comes next.
 
 Both rollout paths feed an `Episode` one sampled generation after the other and ask what context follows. Which ids end
 a generation and whose turn is next is the grammar's affair (`sampling.grammar`); what a generation *says* is decided
@@ -10,6 +10,7 @@ here: calls and responses are parsed, the world is asked, user turns are judged 
         episode.replied                             the user turn is over: episode.settle(episode.verdict())
         episode.context                             int32[T], what to append before the next generation is sampled
         episode.restarts                            the context is a new prompt, not to be appended but to start from
+        episode.asked                               prompts of calls that await rehearsal: episode.rehearsed(answers)
 
 An episode is cut at the first generation that cannot be understood; that generation is kept, and trained.
 """
@@ -17,7 +18,7 @@ An episode is cut at the first generation that cannot be understood; that genera
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,21 @@ import numpy as np
 from envace_jax.chat import ChatTokenizer, Turn, is_error_tool_call, parse_rehearsal
 from envace_jax.rewards import Judge, Step, TurnVerdict, episode_reward, judge_turn
 from envace_jax.rollout.recorded import response_tokens
+from envace_jax.rollout.simulator import Simulator
 from envace_jax.rollout.trajectory import ACT, TokenStream, Trajectory
-from envace_jax.rollout.worlds import Responder
+from envace_jax.rollout.worlds import OPEN, Responder
 from envace_jax.sampling.grammar import FINISH_REASONS, Event, Grammar
 from envace_jax.tasks import Task
 
 _NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rehearsal under a prompt of its own. `stream`: what was sampled, where the policy rehearsed."""
+
+    text: str
+    stream: TokenStream | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Rules:
     empty_penalty: taken from an empty generation's own reward.
     history_reasoning: at a new user message, "keep" goes on in the same stream; "drop" writes the history anew as the
         chat template would, without earlier reasoning: a new segment. The episode's budget counts all segments.
+    simulator: writes the prompts of rehearsals; None: responses are rehearsed in the actor's own stream.
     """
 
     chat: ChatTokenizer
@@ -49,6 +60,7 @@ class Rules:
     thinking: bool = True
     empty_penalty: float = 0.1
     history_reasoning: str = "keep"
+    simulator: Simulator | None = None
 
     def prompt(self, task: Task) -> np.ndarray:
         """int32[T]: what the actor sees before its first token."""
@@ -70,6 +82,8 @@ class Episode:
         self.context = _NOTHING
         self.restarts = False
         self.replied = False
+        self.asked: list[list[dict[str, str]]] = []
+        self.rehearsals = 0  # under prompts of their own
         self.finish: str | None = None
         self.valid = True
         self.scores: list[float] = []
@@ -83,6 +97,8 @@ class Episode:
         self._results: list[Mapping[str, Any]] = []
         self._failed = False  # a result of this assistant turn is a protocol error
         self._failed_before = False  # one of an earlier user turn was
+        self._given: list[Any] = []  # response to each call of this assistant turn, or OPEN
+        self._sampled: list[tuple[TokenStream, float]] = []  # rehearsals by the policy, and what each is fined
         if len(self.prompt) >= rules.grammar.budgets.max_length:
             self._end("length")
 
@@ -161,8 +177,26 @@ class Episode:
         self.valid = False
         self._end(reason)
 
+    def rehearsed(self, answers: Sequence[Answer]) -> None:
+        """The answers to the prompts of `asked`, in order: the responses to this turn's calls are complete."""
+        values = iter([self._read(answer) for answer in answers])
+        self.asked = []
+        self._book([next(values) if value is OPEN else value for value in self._given])
+
+    def cannot_rehearse(self) -> None:
+        """End an episode whose rehearsal has no room."""
+        self._end("length")
+
+    def trajectories(self, **fields: Any) -> list[Trajectory]:
+        """The records of a finished episode: the actor's, then one for each rehearsal under a prompt of its own."""
+        actor = self.trajectory(**fields)
+        shared = {name: getattr(actor, name) for name in ("reward", "task_id", "finish", "valid")}
+        return [actor] + [
+            stream.finish(penalties={1: fine} if fine else {}, **shared, **fields) for stream, fine in self._sampled
+        ]
+
     def trajectory(self, **fields: Any) -> Trajectory:
-        """The record of a finished episode; `fields` are `group`, `trajectory` and the like."""
+        """The actor's record of a finished episode; `fields` are `group`, `trajectory` and the like."""
         turns = len(self.task.user_turns)
         info = {
             "scores": list(self.scores),
@@ -203,13 +237,11 @@ class Episode:
         else:
             self.parsed += 1
             self._say(_message(turn, with_calls=True))
-            self._calls, self._results, self._failed = len(turn.calls), [], False
+            self._calls, self._results, self._failed, self._given = len(turn.calls), [], False, []
             if event != Event.CALLS:
                 self._end(FINISH_REASONS[event])
-            elif self.responder is None:
-                self._append(self._forced(event))
             else:
-                self._answer(turn)
+                self._respond(turn, tokens)
         return empty
 
     def _take_response(self, tokens: np.ndarray, event: Event) -> bool:
@@ -229,23 +261,78 @@ class Episode:
         else:
             self.parsed += 1
             self._failed = self._failed or is_error_tool_call(result.value)
-            last = len(self._results) == self._calls
-            if last:
-                self._answered()
-            if last and self._failed:
-                self._end("error_tool_call")
-            elif event in FINISH_REASONS:
-                if not last:
-                    self._answered()
-                self._end(FINISH_REASONS[event])
-            else:
-                self._append(self._forced(event))
+            self._go_on(event)
+            if self._given:
+                self._show_given()
         return empty
 
-    def _answer(self, turn: Turn) -> None:
-        """The responder's results as context, and on to the actor's next turn."""
+    def _respond(self, turn: Turn, tokens: np.ndarray) -> None:
+        """What the world knows of the responses; what it leaves open is to be rehearsed."""
+        simulator = self.rules.simulator
+        if self.responder is None:
+            self._given = [OPEN] * len(turn.calls)
+        else:
+            self._given = list(self.responder.answer(turn.calls, self.messages))
+        if OPEN not in self._given:
+            self._book(self._given)
+        elif simulator is None:
+            self._append(self._forced(Event.CALLS))
+            self._show_given()
+        else:
+            raw = self.rules.chat.decode(tokens[:-1])
+            self.asked = [
+                simulator.messages(self.task, self.messages[:-1], raw, call)
+                for call, value in zip(turn.calls, self._given, strict=True)
+                if value is OPEN
+            ]
+
+    def _show_given(self) -> None:
+        """In the actor's stream, after the header of a response: those that are given, up to the next open one."""
+        while self.finish is None and len(self._results) < self._calls:
+            value = self._given[len(self._results)]
+            if value is OPEN:
+                return
+            text = json.dumps(value, ensure_ascii=False)
+            self._results.append({"role": "tool", "content": text})
+            tokens = response_tokens(self.rules.chat, text)
+            length = self.length + len(tokens)
+            if length >= self.rules.grammar.budgets.max_length:
+                self._answered()
+                return self._end("length")
+            self.stream.context(tokens)
+            self.context = np.concatenate([self.context, tokens])
+            self.machine, event = self.rules.grammar.advance(self.machine, tokens[-1], length)
+            self._failed = self._failed or is_error_tool_call(value)
+            self._go_on(Event(int(event)))
+
+    def _go_on(self, event: Event) -> None:
+        """After a response in the actor's stream: the next response, the actor, or the end."""
+        last = len(self._results) == self._calls
+        if last:
+            self._answered()
+        if last and self._failed:
+            self._end("error_tool_call")
+        elif event in FINISH_REASONS:
+            if not last:
+                self._answered()
+            self._end(FINISH_REASONS[event])
+        else:
+            self._append(self._forced(event))
+
+    def _read(self, answer: Answer) -> Any:
+        value, error = self.rules.simulator.read(answer.text)
+        if error is None:
+            self.parsed += 1
+        else:
+            self.errors.append(error)
+        if answer.stream is not None:
+            self._sampled.append((answer.stream, self.rules.empty_penalty if error == "EMPTY" else 0.0))
+        self.rehearsals += 1
+        return value
+
+    def _book(self, values: Sequence[Any]) -> None:
+        """Responses as context, and on to the actor's next turn."""
         chat, machine = self.rules.chat, self.machine
-        values = self.responder.answer(turn.calls, self.messages)
         texts = [json.dumps(value, ensure_ascii=False) for value in values]
         self._results = [{"role": "tool", "content": text} for text in texts]
         self._failed = any(is_error_tool_call(value) for value in values)
@@ -275,11 +362,11 @@ class Episode:
         return np.asarray(self.rules.grammar.forced_after(event), np.int32)
 
     def _append(self, context: np.ndarray) -> None:
-        self.context = context
+        self.context = np.concatenate([self.context, context])
         self.stream.context(context)
 
     def _end(self, reason: str) -> None:
-        self.finish, self.context, self.replied = reason, _NOTHING, False
+        self.finish, self.context, self.replied, self.asked = reason, _NOTHING, False, []
 
 
 def _message(turn: Turn, with_calls: bool) -> dict[str, Any]:

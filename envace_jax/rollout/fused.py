@@ -94,7 +94,7 @@ def run_fused(
 def fits_fused(episode: Episode) -> bool:
     """Whether an episode can run inside the loop: nobody but the policy answers, and the history is never rewritten."""
     one_stream = episode.rules.history_reasoning == "keep" or len(episode.task.user_turns) == 1
-    return episode.responder is None and one_stream
+    return episode.responder is None and episode.rules.simulator is None and one_stream
 
 
 def _loop(engine: Engine, grammar: Grammar, sampling: SamplingParams, look_every: int) -> FusedLoop:

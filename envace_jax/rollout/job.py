@@ -50,7 +50,7 @@ def run(config: Config, out: str | Path) -> Path:
     slots = settings.slots or min(len(tasks) * size, 256)
     engine = Engine(model.config, slots=slots, max_length=settings.max_length, vocab_size=chat.vocab_size)
     per_call = max(1, 4 * slots // size)  # tasks; a file that was broken off has lost no more than this
-    world = make_world(config.world)
+    world = make_world(config.world, thinking=config.rollout.thinking)
     unruled = next((task.id for task in tasks if task.needs_judge), None)
     judging = Judging(config.reward, out.parent, unruled=unruled, episodes=slots)
     began, fresh = time.perf_counter(), []

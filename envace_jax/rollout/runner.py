@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import RolloutConfig
@@ -11,6 +12,7 @@ from envace_jax.rewards import Judge, RuleJudge
 from envace_jax.rollout.episode import Episode, Rules
 from envace_jax.rollout.fused import fits_fused, run_fused
 from envace_jax.rollout.hosted import run_hosted
+from envace_jax.rollout.simulator import Simulator
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.rollout.worlds import RehearsalWorld, World
 from envace_jax.sampling import Budgets, Engine, Grammar, SamplingParams, sequence_keys
@@ -25,11 +27,12 @@ def make_rules(
     judge: Judge | None = None,
     empty_penalty: float = 0.1,
     history_reasoning: str = "keep",
+    simulator: Simulator | None = None,
 ) -> Rules:
     """The rules of episodes under `settings`; without a judge, items are answered by their own rules."""
     budgets = Budgets(settings.turn_tokens, settings.response_tokens, settings.max_turns, settings.max_length)
     grammar = Grammar.from_chat(chat, budgets, enable_thinking=settings.thinking)
-    return Rules(chat, grammar, judge or RuleJudge(), settings.thinking, empty_penalty, history_reasoning)
+    return Rules(chat, grammar, judge or RuleJudge(), settings.thinking, empty_penalty, history_reasoning, simulator)
 
 
 def run_episodes(
@@ -50,9 +53,13 @@ def run_episodes(
     empty_penalty: float = 0.1,
     history_reasoning: str = "keep",
     temperature: float | Sequence[float] | None = None,
+    rehearser: Qwen3 | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Trajectory]:
     """`group_size` episodes of every task, in order: those of task i have group `first_group + i`.
+
+    An episode is one trajectory; where the policy rehearses under prompts of their own, each rehearsal is one more,
+    behind the actor's and with its number.
 
     Args:
         engine: at least `settings.max_length` long; it may have fewer slots than there are episodes.
@@ -64,6 +71,7 @@ def run_episodes(
         history_reasoning: `world.history_reasoning`; episodes of several user turns are hosted where it is "drop".
         temperature: instead of that of the settings; 0 is greedy. Several: one for each member of a group; such
             episodes are hosted.
+        rehearser: the parameters that rehearse, where they are not `model`; such episodes are hosted.
         progress: called with the numbers of finished and of all episodes.
 
     Raises ValueError when episodes may outgrow the engine's slots, or temperatures and group size differ in number.
@@ -73,8 +81,15 @@ def run_episodes(
             f"rollout.max_length={settings.max_length} exceeds the engine's max_length={engine.max_length}"
         )
     size = settings.group_size if group_size is None else group_size
-    rules = make_rules(chat, settings, judge=judge, empty_penalty=empty_penalty, history_reasoning=history_reasoning)
-    world = RehearsalWorld() if world is None else world
+    world = (RehearsalWorld() if world is None else world).at(seed, step)
+    rules = make_rules(
+        chat,
+        settings,
+        judge=judge,
+        empty_penalty=empty_penalty,
+        history_reasoning=history_reasoning,
+        simulator=world.simulator,
+    )
     episodes: list[Episode] = []
     for task in tasks:
         prompt = rules.prompt(task)
@@ -87,11 +102,14 @@ def run_episodes(
     if len(temperature) != size:
         raise ValueError(f"{len(temperature)} temperatures for groups of {size}: give one for each member")
     params = [SamplingParams(heat, settings.top_p, settings.top_k) for heat in temperature] * len(tasks)
-    alike = settings.engine == "fused" and len(set(params)) == 1
+    alike = settings.engine == "fused" and len(set(params)) == 1 and rehearser is None
     # Episodes that need the host cannot run inside the loop, so they are hosted whatever the settings say.
     inside = [i for i, episode in enumerate(episodes) if alike and fits_fused(episode)]
     outside = sorted(set(range(len(episodes))) - set(inside))
-    for path, chosen, before in ((run_fused, inside, 0), (run_hosted, outside, len(inside))):
+    hosted = partial(run_hosted, rehearser=rehearser, endpoint=world.endpoint)
+    for path, chosen, before in ((run_fused, inside, 0), (hosted, outside, len(inside))):
+        if not chosen:
+            continue
         path(
             engine,
             model,
@@ -103,6 +121,7 @@ def run_episodes(
             progress=None if progress is None else lambda done, before=before: progress(before + done, len(episodes)),
         )
     return [
-        episode.trajectory(group=first_group + i // size, trajectory=number)
+        trajectory
         for i, (episode, number) in enumerate(zip(episodes, numbers, strict=True))
+        for trajectory in episode.trajectories(group=first_group + i // size, trajectory=number)
     ]

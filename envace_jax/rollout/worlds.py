@@ -1,20 +1,28 @@
 """Where the response to a tool call comes from.
 
-A `World` opens one source of responses per episode. None means that the policy answers by itself, in its own token
-stream: its rehearsal is sampled and trained. A `Responder` answers from outside; its responses are context. That is
-the one switch between the method and its baselines, so a further world (an endpoint that simulates, say) is one more
-`Responder` and nothing else changes.
+A `World` opens one `Responder` per episode, which gives the responses that come from outside the policy; those are
+context. What it leaves `OPEN` is rehearsed, and so is everything where there is no responder:
+
+    simulator None, endpoint None     by the policy in its own token stream (`world.form: inline`): sampled, trained
+    simulator                         by the policy, each call under a prompt of its own: sampled, trained
+    simulator and endpoint            by another model behind an endpoint: context
+
+That is the one switch between the method and its baselines; nothing else changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from envace_jax.chat import ToolCall
 from envace_jax.config import WorldConfig
-from envace_jax.errors import ConfigError, EnvaceError
+from envace_jax.errors import EnvaceError
+from envace_jax.rollout.endpoint import Endpoint
+from envace_jax.rollout.simulator import Simulator
 from envace_jax.tasks import Task
 from envace_jax.tasks.mini import Shop
 
@@ -33,25 +41,49 @@ class Environment(Protocol):
         ...
 
 
+class Open:
+    """`OPEN`: the response to a call that is to be rehearsed."""
+
+    def __repr__(self) -> str:
+        return "OPEN"
+
+
+OPEN = Open()
+
+
 class Responder(Protocol):
     """Answers the calls of one episode from outside the policy."""
 
     def answer(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> Sequence[Any]:
-        """A JSON value for each call, in order. `messages` is the conversation, the calling message included."""
+        """A JSON value, or OPEN, for each call, in order. `messages` is the conversation, the calling one included."""
         ...
 
 
-class World(Protocol):
-    """Opens a source of responses for an episode: a `Responder`, or None where the policy rehearses."""
+class World:
+    """Opens a source of responses for each episode. See the module for `simulator` and `endpoint`."""
 
-    def open(self, task: Task, episode: int) -> Responder | None: ...
+    simulator: Simulator | None = None
+    endpoint: Endpoint | None = None
 
-
-class RehearsalWorld:
-    """The policy is its own environment."""
-
-    def open(self, task: Task, episode: int) -> None:
+    def open(self, task: Task, episode: int) -> Responder | None:
+        """Who answers from outside; None: every call is open."""
         return None
+
+    def at(self, seed: int, step: int) -> World:
+        """The world of one step, where its draws depend on it."""
+        return self
+
+
+@dataclass(frozen=True)
+class RehearsalWorld(World):
+    """Every response is rehearsed: by the policy, or by the model behind `endpoint`."""
+
+    simulator: Simulator | None = None
+    endpoint: Endpoint | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None and self.simulator is None:
+            raise ValueError("an endpoint answers prompts of its own: give the simulator that writes them")
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ def start_shop(task: Task) -> Shop:
 
 
 @dataclass(frozen=True)
-class RealWorld:
+class RealWorld(World):
     """Each episode gets an environment of its own. `started` keeps them by episode, for who measures final states."""
 
     start: Callable[[Task], Environment] = start_shop
@@ -84,27 +116,53 @@ class RealWorld:
 
 
 @dataclass(frozen=True)
-class MixedWorld:
-    """A share of the episodes, spread evenly over their numbers, runs in `real`; the others in `other`."""
+class Mixed:
+    """Shows a real response with probability `real_fraction`; every call is executed, so that the state stays true."""
+
+    real: Responder
+    real_fraction: float
+    random: np.random.Generator
+
+    def answer(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> list[Any]:
+        values = self.real.answer(calls, messages)
+        return [value if self.random.random() < self.real_fraction else OPEN for value in values]
+
+
+@dataclass(frozen=True)
+class MixedWorld(World):
+    """Some responses are real, the others are rehearsed: how rehearsal errors add up.
+
+    Which ones depends on (seed, step, episode, number of the call) alone.
+    """
 
     real: World
-    other: World
     real_fraction: float
+    simulator: Simulator | None = None
+    seed: int = 0
+    step: int = 0
 
-    def open(self, task: Task, episode: int) -> Responder | None:
-        is_real = int((episode + 1) * self.real_fraction) > int(episode * self.real_fraction)
-        return (self.real if is_real else self.other).open(task, episode)
+    def open(self, task: Task, episode: int) -> Mixed:
+        random = np.random.default_rng([self.seed, self.step, episode])
+        return Mixed(self.real.open(task, episode), self.real_fraction, random)
+
+    def at(self, seed: int, step: int) -> MixedWorld:
+        return replace(self, seed=seed, step=step)
 
 
-def make_world(config: WorldConfig) -> World:
-    """The world that a configuration names. Raises ConfigError for one that is not there."""
-    if config.form != "inline":
-        raise ConfigError(f"world.form={config.form} is not available yet: set world.form=inline")
+def make_world(config: WorldConfig, *, thinking: bool = True) -> World:
+    """The world that a configuration names. `thinking`: whether the rehearsal role thinks, in the simulator form."""
+    simulator = Simulator(
+        whitelist=config.whitelist,
+        references=config.reference_results,
+        history=config.history,
+        raw_message=config.raw_message,
+        thinking=thinking,
+    )
+    form = simulator if config.form == "simulator" else None
     worlds: dict[str, Callable[[], World]] = {
-        "rehearsal": RehearsalWorld,
+        "rehearsal": lambda: RehearsalWorld(form),
+        "external": lambda: RehearsalWorld(simulator, Endpoint(config.endpoint)),
         "real": RealWorld,
-        "mixed": lambda: MixedWorld(RealWorld(), RehearsalWorld(), config.real_fraction),
+        "mixed": lambda: MixedWorld(RealWorld(), config.real_fraction, form),
     }
-    if config.kind not in worlds:
-        raise ConfigError(f"world.kind={config.kind} is not available yet: set one of {', '.join(worlds)}")
     return worlds[config.kind]()

@@ -261,7 +261,7 @@ def _make_rollout(
     from envace_jax.sampling import Engine
 
     settings = config.rollout
-    world = make_world(config.world)
+    world = make_world(config.world, thinking=settings.thinking)
     engine = Engine(
         model_config,
         slots=slots,

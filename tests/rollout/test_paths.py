@@ -12,7 +12,7 @@ import pytest
 from envace_jax.chat import ChatTokenizer
 from envace_jax.chat.build import train_tokenizer
 from envace_jax.rewards import RuleJudge
-from envace_jax.rollout import ACT, MixedWorld, RealWorld, RehearsalWorld, run_episodes
+from envace_jax.rollout import ACT, REHEARSE, MixedWorld, RealWorld, run_episodes
 from envace_jax.sampling import Engine
 
 from .bigram import Bigram
@@ -146,15 +146,30 @@ def test_behaviour_log_probabilities_are_those_of_the_policy(hosted, policy):
         np.testing.assert_allclose(t.behavior_logps[at], logps[t.tokens[at - 1], t.tokens[at]], rtol=0, atol=1e-4)
 
 
-def test_mixed_worlds_rehearse_some_episodes_and_execute_the_others(sample, hosted):
+def test_mixed_worlds_rehearse_some_responses_and_execute_every_call(sample):
     world = RealWorld()
-    mixed = sample(settings={"engine": "fused"}, world=MixedWorld(world, RehearsalWorld(), 0.5))
-    assert sorted(world.started) == [i for i in range(24) if i % 2]
-    for i, (t, rehearsed) in enumerate(zip(mixed, hosted, strict=True)):
-        if i % 2:
-            assert set(t.roles.tolist()) <= {0, ACT}
-        else:
-            same([t], [rehearsed])
+    mixed = sample(world=MixedWorld(world, 0.5))
+    assert sorted(world.started) == list(range(24))
+    results = [m["content"] for t in mixed for m in t.messages if m["role"] == "tool"]
+    real = sum('"lamp"' in result for result in results)
+    rehearsed = sum(role == REHEARSE for t in mixed for role in t.generation_roles().values())
+    assert real + rehearsed == len(results) and min(real, rehearsed) > len(results) / 4
+    same(sample(world=MixedWorld(RealWorld(), 0.5), settings={"look_every": 5}), mixed)
+
+
+def test_a_rehearser_of_the_same_parameters_changes_nothing(hosted, sample, policy):
+    same(sample(rehearser=Bigram(policy.table[...])), hosted)
+
+
+def test_each_role_is_sampled_by_its_own_parameters(sample, policy):
+    flat = np.asarray(policy.table[...]) * 0.5
+    tables = {ACT: np.asarray(policy.table[...], np.float64), REHEARSE: flat.astype(np.float64)}
+    episodes = sample(rehearser=Bigram(flat))
+    for role, table in tables.items():
+        logps = table - np.log(np.exp(table).sum(-1, keepdims=True))
+        for t in episodes:
+            at = np.flatnonzero(t.roles == role)
+            np.testing.assert_allclose(t.behavior_logps[at], logps[t.tokens[at - 1], t.tokens[at]], rtol=0, atol=1e-4)
 
 
 def test_members_of_a_group_may_be_sampled_at_temperatures_of_their_own(sample, hosted):
