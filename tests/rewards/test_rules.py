@@ -92,12 +92,13 @@ def test_acting_without_looking_loses_the_reads(ship):
 
 def test_a_write_that_was_not_asked_for_loses_the_writes(ship):
     order = ship.meta["goals"][0][0]["order"]
+    shipped = next(r for r in ship.meta["final_records"] if r["order"] == order)
 
     def cancel_too(messages):
         call = {"type": "function", "function": {"name": "cancel_order", "arguments": json.dumps({"order": order})}}
         messages[-1:-1] = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": '{"error": "already shipped"}'},
+            {"role": "tool", "content": json.dumps(shipped | {"error": "already shipped"})},
         ]
 
     assert changed(ship, cancel_too) == {"reads", "results", "reply"}
@@ -141,23 +142,26 @@ def test_without_any_reference_call_results_earn_nothing(ship):
 
 
 @pytest.mark.parametrize(
-    ("invented", "plausible"),
+    ("change", "plausible"),
     [
-        ('{"error": "no such order"}', True),
-        ('{"error": "out of stock"}', False),  # not in the schema
-        ('{"order": 999, "total": 6}', False),  # another order
-        ('{"order": ORDER, "total": 23}', False),  # 23 is a prime that stands nowhere
-        ('{"total": 6}', False),
+        ({}, True),
+        ({"total": 1}, False),
+        ({"order": 999}, False),
+        ({"item": "spaceship"}, False),
+        ({"status": "lost"}, False),  # not in the schema
+        ({"more": 1}, False),
     ],
 )
-def test_results_of_other_calls_must_fit_their_schema_and_be_grounded(ship, invented, plausible):
+def test_results_of_other_calls_must_fit_their_schema_and_be_grounded(ship, change, plausible):
     order = ship.meta["goals"][0][0]["order"]
+    record = next(r for r in ship.meta["final_records"] if r["order"] == order)
+    result = record | {"total": record["qty"] * record["price"]} | change
 
     def ask_more(messages):
         call = {"type": "function", "function": {"name": "get_total", "arguments": json.dumps({"order": order})}}
         messages[-1:-1] = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": invented.replace("ORDER", str(order))},
+            {"role": "tool", "content": json.dumps(result)},
         ]
 
     assert ("results" in changed(ship, ask_more)) is plausible

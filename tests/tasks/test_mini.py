@@ -30,21 +30,25 @@ def pairs(task) -> tuple[str, ...]:
     [
         ("get_order", {"order": 111}, RECORDS[0]),
         ("get_order", {"order": 999}, {"error": "no such order"}),
-        ("get_total", {"order": 333}, {"order": 333, "total": 36}),
-        ("list_orders", {"status": "paid"}, {"orders": [222]}),
-        ("pay_order", {"order": 111}, {"order": 111, "status": "paid"}),
-        ("pay_order", {"order": 222}, {"error": "not new"}),
-        ("ship_order", {"order": 222}, {"order": 222, "status": "shipped"}),
-        ("ship_order", {"order": 111}, {"error": "not paid"}),
-        ("ship_order", {"order": 333}, {"error": "already shipped"}),
-        ("cancel_order", {"order": 222}, {"order": 222, "status": "cancelled"}),
-        ("cancel_order", {"order": 444}, {"error": "already cancelled"}),
-        ("change_qty", {"order": 111, "qty": 5}, {"order": 111, "qty": 5}),
-        ("change_qty", {"order": 222, "qty": 5}, {"error": "not new"}),
+        ("get_total", {"order": 333}, RECORDS[2] | {"total": 36}),
+        ("pay_order", {"order": 111}, RECORDS[0] | {"status": "paid"}),
+        ("pay_order", {"order": 222}, RECORDS[1] | {"error": "not new"}),
+        ("ship_order", {"order": 222}, RECORDS[1] | {"status": "shipped"}),
+        ("ship_order", {"order": 111}, RECORDS[0] | {"error": "not paid"}),
+        ("ship_order", {"order": 333}, RECORDS[2] | {"error": "already shipped"}),
+        ("cancel_order", {"order": 222}, RECORDS[1] | {"status": "cancelled"}),
+        ("cancel_order", {"order": 444}, RECORDS[3] | {"error": "already cancelled"}),
+        ("change_qty", {"order": 111, "qty": 5}, RECORDS[0] | {"qty": 5}),
+        ("change_qty", {"order": 222, "qty": 5}, RECORDS[1] | {"error": "not new"}),
     ],
 )
 def test_what_the_shop_answers(name, arguments, answer):
     assert Shop(RECORDS).call(name, arguments) == answer
+
+
+def test_the_shop_lists_its_orders_with_their_statuses():
+    listed = Shop(RECORDS).call("list_orders", {})["orders"]
+    assert listed == [{"order": r["order"], "status": r["status"]} for r in RECORDS]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_what_the_shop_answers(name, arguments, answer):
         ("get_order", {"order": "111"}, "INVALID_PARAMETERS"),
         ("get_order", {"order": 111, "more": 1}, "INVALID_PARAMETERS"),
         ("change_qty", {"order": 111, "qty": 6}, "INVALID_PARAMETERS"),
-        ("list_orders", {"status": "lost"}, "INVALID_PARAMETERS"),
+        ("list_orders", {"status": "paid"}, "INVALID_PARAMETERS"),
     ],
 )
 def test_calls_against_the_protocol_change_nothing(name, arguments, code):
