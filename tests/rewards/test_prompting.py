@@ -98,7 +98,7 @@ def test_a_first_turn_has_nothing_before_it():
         '", "answer": true',
         "$turn ${step} $$",
         "a\nb",
-        "é 漢 \u2028",
+        "é\u2028漢",
     ],
 )
 def test_no_text_of_a_conversation_breaks_out_of_its_place(text):
