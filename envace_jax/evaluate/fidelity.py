@@ -118,7 +118,7 @@ def fidelity(
 def mini_conversations(count: int, *, split: str, visibility: str = "full", seed: int = 0) -> list[Conversation]:
     """Of each task three: the expert's, one of a clerk with mixed habits, and one made to be hard to rehearse.
 
-    That one is a change, the same again (which must fail), a look at what it did, and one at an order that is not there.
+    That one is a change, the same again (which must fail), a look at it, and one at an order that is not there.
     """
     from envace_jax.tasks.mini import WRITES, Shop, mini_tasks
     from envace_jax.tasks.mini.demos import HABIT_WEIGHTS, play_task
