@@ -9,7 +9,7 @@ import pytest
 from envace_jax.errors import EndpointError
 from envace_jax.rollout import ACT, REHEARSE, RealWorld, RehearsalWorld, encode_conversation, run_episodes
 
-from .conftest import SETTINGS, ScriptedEngine, make_task
+from .conftest import RECORDS, SETTINGS, ScriptedEngine, make_task
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_the_real_world_answers_in_the_stream_as_context(play, say, chat):
     world = RealWorld()
     t = play(say.call("ship_order", '{"order": 222}'), say.reply("Done 0."), world=world)
     assert [role for role, _ in spans(t)] == [ACT, ACT]
-    result = json.dumps({"order": 222, "status": "shipped"})
+    result = json.dumps(RECORDS[1] | {"status": "shipped"})
     assert result in chat.decode(t.tokens[t.roles == 0])
     assert world.started[0].records[222]["status"] == "shipped"
     again = encode_conversation(chat, t.messages, [], thinking=False)
