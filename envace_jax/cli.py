@@ -275,6 +275,36 @@ def import_(
     train.import_hf(source, out)
 
 
+@app.command(
+    "compile",
+    epilog=_example(
+        "envace compile configs/tpu_8b.yaml --topology v5p:2x4x4",
+        "envace compile configs/tpu_8b.yaml --topology v6e-32 --json mesh.tp=2",
+    ),
+)
+def compile_(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    topology: Annotated[
+        str, typer.Option(help="v5e, v5p or v6e with a shape (v5p:2x4x4) or a product name (v5p-64).")
+    ] = "v5p:2x4x4",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find out whether a run fits a TPU slice, on a machine without one.
+
+    The exit status is 0 when it fits, 1 when not (what would is then said), 2 when something in CONFIG is wrong.
+    Needs the `tpu-compile` extra.
+    """
+    # The compiler works for a TPU that is not there; this process itself computes nothing.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from envace_jax.config import load_config
+
+    settings = load_config(config, overrides or ())
+    from launch import compile
+
+    raise typer.Exit(compile.run(settings, topology, as_json=as_json))
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of `envace`; always ends by `SystemExit`."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -171,7 +171,7 @@ def make_step(
     jitted = jax.jit(step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
 
     def call(state: TrainState, batch: Any, used: int, advance: int = 1) -> tuple[TrainState, Metrics]:
-        return jitted(state, batch, np.int32(used), np.int32(advance))
+        return jitted(state, batch, _count(used), np.int32(advance))
 
     return call
 
@@ -194,7 +194,7 @@ def make_logps(
 
         return jax.lax.fori_loop(0, used, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
 
-    return lambda params, batch, used: logps(params, batch, np.int32(used))
+    return lambda params, batch, used: logps(params, batch, _count(used))
 
 
 def grpo_sums(
@@ -280,6 +280,11 @@ def make_update(
         return state, {**first, "train/skipped": metrics["train/skipped"]}
 
     return update
+
+
+def _count(used: int | jax.Array) -> np.int32 | jax.Array:
+    # A traced number goes through, so that the whole update can be lowered ahead of time.
+    return used if isinstance(used, jax.Array) else np.int32(used)
 
 
 def _at(batch: Batch, i: jax.Array | int) -> Batch:

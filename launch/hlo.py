@@ -1,0 +1,113 @@
+"""Which collectives a compiled program runs, and how many bytes they make, from its text.
+
+The body of a loop stands in the text once, however often it runs. So the computations are walked from the entry with a
+count: a loop multiplies by the number of trips that the compiler knows, and by one that the caller gives where it does
+not (a traced bound).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+
+KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all-to-all")
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8, "c64": 64, "c128": 128}
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][a-z0-9\-]*)\(")
+_SHAPE = re.compile(r"\b([a-z]+[0-9]*(?:e\dm\d\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind: how often they run, and their bytes on each chip, of what goes in or comes out,
+    whichever is more."""
+
+    count: int
+    bytes: int
+
+
+def collectives(text: str, unknown_trips: int = 1) -> dict[str, Collective]:
+    """The collectives of a compiled module, by kind, loops multiplied out.
+
+    Args:
+        text: of `compiled.as_text()`.
+        unknown_trips: how often a loop runs whose count the compiler does not know.
+    """
+    computations, entry = _computations(text)
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def walk(name: str, times: int, inside: tuple[str, ...]) -> None:
+        for kind, size, callees in computations.get(name, ()):
+            if kind is not None:
+                counts[kind][0] += times
+                counts[kind][1] += times * size
+            for callee, trips in callees:
+                if callee not in inside:  # a module has no recursion; a malformed text must not hang
+                    walk(callee, times * (unknown_trips if trips is None else trips), (*inside, callee))
+
+    if entry is not None:
+        walk(entry, 1, (entry,))
+    return {kind: Collective(*counts[kind]) for kind in sorted(counts)}
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of a result type: `bf16[8,128]{1,0}`. Of a tuple, as asynchronous starts have: its largest element."""
+    return max((_array_bytes(kind, dims) for kind, dims in _SHAPE.findall(shape)), default=0)
+
+
+_Instruction = tuple[str | None, int, list[tuple[str, int | None]]]  # kind, bytes, (called, trips)
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
+    found: dict[str, list[_Instruction]] = {}
+    entry = name = None
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name = head[2]
+            found[name] = []
+            entry = name if head[1] else entry
+        elif name is not None and (instruction := _INSTRUCTION.match(line)):
+            parsed = _parse(line, instruction[1], instruction[2])
+            if parsed[0] is not None or parsed[2]:
+                found[name].append(parsed)
+    return found, entry
+
+
+def _parse(line: str, shape: str, operation: str) -> _Instruction:
+    if operation.endswith(("-done", "-update")):
+        return None, 0, []  # counted at its start
+    kind = operation.removesuffix("-start")
+    kind = kind if kind in KINDS else None
+    callees: list[tuple[str, int | None]] = []
+    for role, callee in _CALLED.findall(line):
+        if kind is not None and role == "to_apply":
+            continue  # the sum of a reduction
+        trips = 1
+        if operation == "while":
+            known = _TRIPS.search(line)
+            trips = int(known[1]) if known else None
+        callees.append((callee, trips))
+    for group in _BRANCHES.findall(line):
+        callees += [(callee.strip().lstrip("%"), 1) for callee in group.split(",") if callee.strip()]
+    size = 0 if kind is None else shape_bytes(shape)
+    return kind, size * _group_size(line) if kind == "reduce-scatter" else size, callees
+
+
+def _group_size(line: str) -> int:
+    """Chips of one group: `replica_groups=[4,8]<=[32]` has 4 groups of 8, `{{0,1},{2,3}}` two of 2."""
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(match[1])
+    match = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    return len(match[1].split(",")) if match else 1
+
+
+def _array_bytes(kind: str, dims: str) -> int:
+    digits = re.search(r"\d+$", kind)
+    bits = _BITS.get(kind) or (int(digits[0]) if digits else 0)
+    return math.prod(int(n) for n in dims.split(",") if n) * bits // 8

@@ -1,0 +1,79 @@
+"""Collectives are counted from the text of a compiled program, loops multiplied out."""
+
+from launch.hlo import Collective, collectives, shape_bytes
+
+# In the form of a compiled module for eight chips: a loop of known count around an all-gather, within a loop of
+# unknown count; an asynchronous all-reduce and a reduce-scatter in the entry; one all-to-all inside a fusion.
+MODULE = """
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%layer (p: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {
+  %p = (s32[], bf16[64,8]{1,0}) parameter(0)
+  %shard = bf16[64,8]{1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
+  %whole = bf16[512,8]{1,0:T(8,128)(2,1)} all-gather(%shard), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %out = (s32[], bf16[64,8]{1,0}) tuple(%whole, %shard)
+}
+
+%more (p: (s32[], bf16[64,8])) -> pred[] {
+  %p = (s32[], bf16[64,8]{1,0}) parameter(0)
+  ROOT %less = pred[] compare(%p, %p), direction=LT
+}
+
+%micro (p: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {
+  %p = (s32[], bf16[64,8]{1,0}) parameter(0)
+  ROOT %layers = (s32[], bf16[64,8]{1,0}) while(%p), condition=%more, body=%layer, backend_config=TRIPS
+}
+
+%exchange (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %swap = f32[16]{0} all-to-all(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+
+ENTRY %main.1 (p: (s32[], bf16[64,8]), x: f32[16]) -> f32[2] {
+  %p = (s32[], bf16[64,8]{1,0}) parameter(0)
+  %x = f32[16]{0} parameter(1)
+  %loop = (s32[], bf16[64,8]{1,0}) while(%p), condition=%more, body=%micro
+  %fused = f32[16]{0} fusion(%x), kind=kCustom, calls=%exchange
+  %start = f32[16]{0} all-reduce-start(%fused), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %done = f32[16]{0} all-reduce-done(%start)
+  ROOT %part = f32[2]{0} reduce-scatter(%done), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+}
+""".replace("TRIPS", '{"known_trip_count":{"n":"36"}}')
+
+
+def test_a_loop_multiplies_by_its_trips():
+    found = collectives(MODULE, unknown_trips=2)
+    assert found["all-gather"] == Collective(count=2 * 36, bytes=2 * 36 * 512 * 8 * 2)
+
+
+def test_a_loop_of_unknown_length_counts_once_by_default():
+    assert collectives(MODULE)["all-gather"].count == 36
+
+
+def test_an_asynchronous_pair_counts_once():
+    assert collectives(MODULE)["all-reduce"] == Collective(count=1, bytes=16 * 4)
+
+
+def test_a_reduce_scatter_counts_what_goes_in():
+    assert collectives(MODULE)["reduce-scatter"] == Collective(count=1, bytes=16 * 4)
+
+
+def test_fusions_are_looked_into():
+    assert collectives(MODULE)["all-to-all"] == Collective(count=1, bytes=16 * 4)
+
+
+def test_nothing_else_is_counted():
+    assert set(collectives(MODULE)) == {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}
+    assert collectives("HloModule empty") == {}
+
+
+def test_bytes_of_shapes():
+    assert shape_bytes("bf16[8,128]{1,0:T(8,128)(2,1)}") == 2048
+    assert shape_bytes("(f32[4]{0}, f32[32]{0}, u32[])") == 128  # an asynchronous start: operand, result, context
+    assert shape_bytes("pred[]") == 1
