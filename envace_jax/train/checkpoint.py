@@ -45,6 +45,7 @@ class Checkpoints:
 
     def __init__(self, run: str | Path, *, keep: int | None = 3, read_only: bool = False):
         self.directory = Path(run).absolute() / CHECKPOINTS
+        self._begun: int | None = None  # the step saved last
         if not read_only and jax.process_index() == 0:
             _set_aside_incomplete(self.directory)
         self._manager = ocp.CheckpointManager(
@@ -71,8 +72,9 @@ class Checkpoints:
     def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
         """Starts saving `state` under its step; returns once the state may be donated. A step saved before is kept."""
         step = int(state.step)
-        if step in _steps(self.directory):
+        if step == self._begun or step in _steps(self.directory):  # one that is still being written is not listed yet
             return
+        self._begun = step
         optimizer = {**_flat(state.opt_state), "step": state.step, "skipped": state.skipped}
         self._manager.save(
             step,
