@@ -99,6 +99,7 @@ def mini(
     top_p: Annotated[float, typer.Option(help="Nucleus.", min=0.0, max=1.0)] = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     visibility: Annotated[str, typer.Option(help="full or partial: how much of the orders the prompt shows.")] = "full",
+    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Success in the mini world's real environment, and how true rehearsals are to it."""
@@ -113,6 +114,7 @@ def mini(
         seed=seed,
         visibility=visibility,
         as_json=as_json,
+        out=out,
     )
 
 
@@ -176,6 +178,121 @@ def compare(
     from envace_jax.evaluate import results
 
     results.print_comparison(results.read_result(a), results.read_result(b))
+
+
+PlansOption = Annotated[int, typer.Option("--n", help="Private plans before acting; 0: none.", min=0)]
+ModeOption = Annotated[str, typer.Option(help="parallel, or sequential: each plan sees the earlier ones.")]
+ScopeOption = Annotated[str, typer.Option(help="Rehearse anew for each user turn, or for each call.")]
+MemoryOption = Annotated[str, typer.Option(help="context: the actor reads it; vote: the plan most agree on is done.")]
+MemoryTokensOption = Annotated[int, typer.Option(help="Budget of the memory; 0: no budget.", min=0)]
+CritiqueOption = Annotated[bool, typer.Option(help="Sequential: review each plan before the next.")]
+BaseOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Another model that answers rehearsed calls.")]
+MaxLengthOption = Annotated[int, typer.Option(help="Tokens of a conversation.", min=64)]
+
+
+def _rehearse_settings(**given):
+    from envace_jax.rehearse.plans import RehearseSettings
+
+    tokens = given.pop("memory_tokens")
+    return RehearseSettings(memory_tokens=tokens or None, **given)
+
+
+@app.command(
+    epilog=_example(
+        "envace act models/qwen3_mini --task mini:test:17 --memory vote",
+        "envace act models/qwen3_mini --task mini:test:17 --chat --confirm --n 4 --memory vote",
+    )
+)
+def act(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="HF directory or run directory.", show_default=False)],
+    task: Annotated[str, typer.Option(help="mini:SPLIT:INDEX, a task of the embedded world.")],
+    n: PlansOption = 2,
+    mode: ModeOption = "parallel",
+    scope: ScopeOption = "turn",
+    memory: MemoryOption = "context",
+    memory_tokens: MemoryTokensOption = 1000,
+    critique: CritiqueOption = True,
+    base: BaseOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Type the user's messages instead of the task's.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Rehearse and decide, but execute nothing.")] = False,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Ask before tools that are not read-only.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds a real call may take.", min=0.1)] = 60.0,
+    max_bytes: Annotated[int, typer.Option(help="Longest real result.", min=100)] = 20_000,
+    max_length: MaxLengthOption = 1024,
+    temperature: Annotated[float, typer.Option(help="Of the actor; rehearsals are sampled at 1.", min=0.0)] = 0.6,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    record: Annotated[Path | None, typer.Option(help="Append every decision there, as JSON lines.")] = None,
+) -> None:
+    """Rehearse in private, then act in a real environment; rehearsals show dimmed."""
+    given = {"plans": n, "mode": mode, "scope": scope, "memory": memory, "critique": critique}
+    settings = _rehearse_settings(**given, memory_tokens=memory_tokens, act_temperature=temperature)
+    from envace_jax.rehearse import chat as terminal
+
+    terminal.act(
+        model,
+        task=task,
+        base=base,
+        settings=settings,
+        interactive=chat,
+        dry_run=dry_run,
+        confirm=confirm,
+        timeout_s=timeout,
+        max_bytes=max_bytes,
+        max_length=max_length,
+        seed=seed,
+        record=record,
+    )
+
+
+@evaluate_app.command(
+    epilog=_example(
+        "envace evaluate rehearse models/qwen3_mini --tasks 500 --n 2 --memory vote --out parallel2.json",
+        "envace evaluate rehearse models/qwen3_mini --base models/beginner --n 2 --memory vote",
+    )
+)
+def rehearse(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="HF directory or run directory.", show_default=False)],
+    tasks: Annotated[int, typer.Option(help="How many tasks.", min=1)] = 64,
+    split: Annotated[str, typer.Option(help="Which tasks.")] = "test",
+    visibility: Annotated[str, typer.Option(help="full or partial.")] = "full",
+    n: PlansOption = 2,
+    mode: ModeOption = "parallel",
+    scope: ScopeOption = "turn",
+    memory: MemoryOption = "context",
+    memory_tokens: MemoryTokensOption = 1000,
+    critique: CritiqueOption = True,
+    base: BaseOption = None,
+    base_plays: Annotated[
+        str, typer.Option(help="What --base does: rehearser, or planner (whole plans).")
+    ] = "rehearser",
+    max_length: MaxLengthOption = 1024,
+    temperature: Annotated[float, typer.Option(help="Of the actor; rehearsals are sampled at 1.", min=0.0)] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the actor.", min=0.0, max=1.0)] = 0.95,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    decisions: Annotated[Path | None, typer.Option(help="Write every decision there, as JSON lines.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What rehearsal at test time is worth in the mini world, and what it costs."""
+    given = {"plans": n, "mode": mode, "scope": scope, "memory": memory, "critique": critique}
+    given |= {"act_temperature": temperature, "act_top_p": top_p}
+    settings = _rehearse_settings(**given, memory_tokens=memory_tokens)
+    from envace_jax.evaluate import rehearsing
+
+    rehearsing.rehearsal(
+        model,
+        base=base,
+        base_plays=base_plays,
+        tasks=tasks,
+        split=split,
+        visibility=visibility,
+        seed=seed,
+        settings=settings,
+        max_length=max_length,
+        decisions=decisions,
+        as_json=as_json,
+        out=out,
+    )
 
 
 TaskFile = Annotated[

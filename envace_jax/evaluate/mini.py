@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -160,12 +161,14 @@ def mini(
     thinking: bool = False,
     max_length: int = 768,
     as_json: bool = False,
+    out: str | Path | None = None,
 ) -> dict[str, float]:
     """`envace evaluate mini MODEL`: measures a Hugging Face directory or a run directory, prints and returns figures.
 
     Raises EnvaceError for a model that cannot be loaded, ConfigError for an unknown split.
     """
-    from envace_jax.evaluate.show import print_json, print_mini, progress_bar
+    from envace_jax.evaluate.results import Result, from_figures, report
+    from envace_jax.evaluate.show import print_mini, progress_bar
     from envace_jax.train import load_model, tokenizer_directory
     from envace_jax.train.loop import read_tokenizer
 
@@ -199,7 +202,11 @@ def mini(
         "seed": seed,
         "visibility": visibility,
     }
-    print_json(setting, figures) if as_json else print_mini(setting, figures)
+    measures = from_figures(figures)
+    floors = {"do_nothing": {"success": measures["do_nothing"].value, "state": measures["state_unchanged"].value}}
+    report(
+        Result("mini", setting, measures, floors), as_json=as_json, out=out, show=lambda _: print_mini(setting, figures)
+    )
     return figures
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,14 +133,20 @@ def read_result(path: str | Path) -> Result:
         raise ConfigError(f"{path}: not the result of an evaluation ({error}); write one with --out") from error
 
 
-def report(result: Result, *, as_json: bool = False, out: str | Path | None = None) -> None:
-    """Write the result to `out`, if given, and print it: as JSON, or as a table."""
+def report(
+    result: Result,
+    *,
+    as_json: bool = False,
+    out: str | Path | None = None,
+    show: Callable[[Result], None] | None = None,
+) -> None:
+    """Write the result to `out`, if given, and print it: as JSON, or as `show` does (None: a table)."""
     if out is not None:
         write_result(result, out)
     if as_json:
         print(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
     else:
-        print_result(result)
+        (show or print_result)(result)
 
 
 def print_result(result: Result, console: Console | None = None) -> None:

@@ -1,9 +1,7 @@
-"""Evaluations for the eye: a table and a progress bar; or JSON for programs."""
+"""Evaluations for the eye: a table and a progress bar."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +22,6 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def print_json(setting: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-    """One JSON object on stdout."""
-    sys.stdout.write(json.dumps({"setting": dict(setting), "figures": dict(figures)}, indent=2) + "\n")
 
 
 def print_mini(setting: Mapping[str, Any], figures: Mapping[str, float], console: Console | None = None) -> None:
