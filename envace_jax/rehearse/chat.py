@@ -192,7 +192,10 @@ def local_policy(directory: str, max_length: int, seed: int) -> Policy:
     from envace_jax.train import load_model, tokenizer_directory
 
     model, chat = load_model(directory), ChatTokenizer.from_pretrained(tokenizer_directory(directory))
-    engine = Engine(model.config, slots=8, max_length=max_length, vocab_size=chat.vocab_size)
+    # Few streams: fewer programs to compile are worth more than smaller batches.
+    engine = Engine(
+        model.config, slots=8, max_length=max_length, vocab_size=chat.vocab_size, min_window=512, compact=False
+    )
     return LocalPolicy(engine, model, chat, seed=seed)
 
 

@@ -1,0 +1,5 @@
+"""The tokenizer of the embedded world, as the rollout tests have it."""
+
+from tests.rollout.conftest import chat
+
+__all__ = ["chat"]
