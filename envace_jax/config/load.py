@@ -30,6 +30,8 @@ MAY_CHANGE = ("output_dir", "train.steps", "evaluation", "logging", "mesh")
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[T] = Config) -> T:
     """Reads a YAML file, applies `key=value` overrides in order, and returns the checked `schema`.
 
+    A file may be an overlay: its `base: other.yaml`, relative to it, is read first, and its own keys count over those.
+
     Raises:
         ConfigError: the file cannot be read, or a key, type, choice or combination is wrong; the message names it.
     """
@@ -41,9 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[T]
         if not equals or not key.strip():
             raise ConfigError(f"override {override!r}: expected key=value, for example train.steps=100")
     try:
-        from_file = OmegaConf.load(path)
-        if not OmegaConf.is_dict(from_file):
-            raise ConfigError(f"{path}: expected a mapping of keys at the top level")
+        from_file = _load_file(path)
         from_overrides = OmegaConf.from_dotlist(list(overrides))
         merged = OmegaConf.merge(from_file, from_overrides)
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -56,6 +56,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[T]
         return "command line" if any(k == key or k.startswith(key + ".") for k in overridden) else str(path)
 
     return from_dict(schema, values, place=place)
+
+
+def _load_file(path: Path, above: tuple[Path, ...] = ()) -> typing.Any:
+    """The keys of a file over those of its `base`."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: is its own base; let `base` name another file")
+    if above and not path.is_file():
+        raise ConfigError(f"{above[-1]}: base: no such configuration file: {path}")
+    values = OmegaConf.load(path)
+    if not OmegaConf.is_dict(values):
+        raise ConfigError(f"{path}: expected a mapping of keys at the top level")
+    if "base" not in values:
+        return values
+    base = values.pop("base")
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r}: expected the name of a file")
+    return OmegaConf.merge(_load_file(path.parent / base, (*above, path.resolve())), values)
 
 
 def from_dict(schema: type[T], values: Mapping[str, Any], place: typing.Callable[[str], str] | str = "config") -> T:

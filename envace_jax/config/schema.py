@@ -95,6 +95,7 @@ class RolloutConfig:
 
     group_size: int = 4  # episodes per task
     tasks_per_step: int = 16
+    max_refills: int = 0  # dynamic sampling: how often groups without signal are replaced by others; 0: they stay
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -122,6 +123,7 @@ class RolloutConfig:
         )
         _require(self.temperature > 0, f"rollout.temperature must be positive, found {self.temperature}")
         _require(0 < self.top_p <= 1, f"rollout.top_p must lie in (0, 1], found {self.top_p}")
+        _require(self.max_refills >= 0, f"rollout.max_refills must not be negative, found {self.max_refills}")
         _require(self.top_k >= 0, f"rollout.top_k must be 0 (off) or positive, found {self.top_k}")
 
     @property
@@ -139,6 +141,9 @@ class RewardConfig:
     cache: str | None = None  # file of verdicts; null: verdicts.jsonl in the run directory
     max_unjudged_fraction: float = 0.2  # of a step's episodes; with more of them without a verdict the run stops
     empty_penalty: float = 0.1  # taken from an empty generation's own reward
+    # Episodes cut by a length budget: learned from as they are, left out, or their reward falls towards the budget.
+    overlong: Literal["keep", "mask", "shape"] = "keep"
+    overlong_buffer: int = 4096  # shape: tokens before rollout.max_length over which the reward falls by 1
 
     def __post_init__(self) -> None:
         _require_positive("reward.judge", self.judge, "max_new_tokens", "timeout_s", "tries", "max_in_flight")
@@ -146,6 +151,7 @@ class RewardConfig:
             0 <= self.max_unjudged_fraction <= 1,
             f"reward.max_unjudged_fraction is a share, found {self.max_unjudged_fraction}",
         )
+        _require_positive("reward", self, "overlong_buffer")
 
 
 @dataclass(frozen=True)
@@ -269,6 +275,11 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
+        _require(
+            self.reward.overlong != "shape" or self.reward.overlong_buffer <= self.rollout.max_length,
+            f"reward.overlong_buffer={self.reward.overlong_buffer} must not exceed "
+            f"rollout.max_length={self.rollout.max_length}",
+        )
         # The correction compares full distributions; a truncated sampler drew from another one.
         _require(
             self.grpo.sampler_correction == "none" or not self.rollout.truncates,

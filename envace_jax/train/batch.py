@@ -42,15 +42,22 @@ def assign_advantages(trajectories: Sequence[Trajectory], config: AdvantageConfi
 
 
 def make_batch(
-    trajectories: Sequence[Trajectory], advantages: Sequence[dict[int, float]], row_length: int, train: TrainConfig
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[dict[int, float]],
+    row_length: int,
+    train: TrainConfig,
+    roles: Sequence[int] = (ACT, REHEARSE),
 ) -> tuple[TokenBatch, np.ndarray]:
     """The valid trajectories as rows [B, T] on the host, and which rows have something to learn, bool[B].
 
-    The tokens of a role that `train` freezes become context: they stay in view and are not trained.
+    The tokens of a role that `train` freezes, or that is not among `roles`, become context: they stay in view and are
+    not trained.
     """
     kept = [i for i, t in enumerate(trajectories) if t.valid]
     batch = pack([trajectories[i] for i in kept], [advantages[i] for i in kept], row_length)
-    frozen = [role for role, trained in ((ACT, train.act), (REHEARSE, train.rehearse)) if not trained]
+    frozen = [
+        role for role, trained in ((ACT, train.act), (REHEARSE, train.rehearse)) if not trained or role not in roles
+    ]
     if frozen:
         roles = np.where(np.isin(batch.roles, frozen), CONTEXT, batch.roles)
         batch = TokenBatch(**{**vars(batch), "roles": roles})

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import Config, MeshConfig, to_dict
 from envace_jax.errors import CheckpointError, ConfigError, EndpointError
-from envace_jax.grpo import TokenBatch
+from envace_jax.grpo import ACT, REHEARSE, TokenBatch
 from envace_jax.rollout.judges import Judging
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.tasks import Task
@@ -34,9 +34,11 @@ from envace_jax.train.batch import assign_advantages, episode_metrics, make_batc
 from envace_jax.train.checkpoint import SOURCE, Checkpoints, load_model, tokenizer_directory, write_model_source
 from envace_jax.train.data import task_batches
 from envace_jax.train.optim import make_optimizer, make_schedule
-from envace_jax.train.packing import pad_fraction
+from envace_jax.train.packing import balance_rows, pad_fraction
+from envace_jax.train.partner import Partner
 from envace_jax.train.progress import Progress
 from envace_jax.train.record import Metrics, claim, read_metrics, write_trajectories
+from envace_jax.train.selection import sample_with_signal, shape_rewards
 from envace_jax.train.state import (
     TrainState,
     abstract_state,
@@ -74,7 +76,8 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
         job = _prepare(config, checkpoints, mesh, rollout)
         log = Metrics(out, job.step if job.step else -1, tensorboard=config.logging.tensorboard)
         progress = Progress(config.train.steps, job.step, print_every=config.logging.print_every)
-        with log, progress, job.judging or contextlib.nullcontext():
+        partner = contextlib.nullcontext() if job.partner is None else contextlib.closing(job.partner)
+        with log, progress, job.judging or contextlib.nullcontext(), partner:
             _train(job, checkpoints, log, stopping, progress, evaluate if config.evaluation.every else None)
     return out
 
@@ -99,16 +102,16 @@ def _train(
         while step < train.steps:
             began = time.perf_counter()
             with stopping.at_once():
-                trajectories = job.rollout(job.model(state), job.tasks(step), step)
+                trajectories, learned = job.sample(state, step)
             judged = {} if job.judging is None else job.judging.check(trajectories)
             sampled = time.perf_counter()
 
-            advantages = assign_advantages(trajectories, config.advantage)
-            batch, trained = make_batch(trajectories, advantages, job.row_length, train)
-            placed, used = place_batch(batch, train.micro_batch, job.mesh, trained=trained, capacity=job.micro_batches)
+            advantages = assign_advantages(learned, config.advantage)
             rate = schedule((step - int(state.skipped)) * train.updates_per_batch)
-            state, figures = job.update(state, job.with_reference(placed, used), used)
-            metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
+            state, metrics = job.learn(state, learned, advantages, (ACT, REHEARSE) if job.partner is None else (ACT,))
+            if job.partner is not None:
+                job.partner.state, figures = job.learn(job.partner.state, learned, advantages, (REHEARSE,))
+                metrics |= job.partner.metrics(figures)
             step += 1
             ended = time.perf_counter()
 
@@ -116,9 +119,7 @@ def _train(
             tokens = metrics["tokens/act"] + metrics["tokens/rehearse"]
             metrics |= {
                 "train/learning_rate": float(rate),
-                "batch/rows": float(batch.tokens.shape[0]),
-                "batch/micro_batches": float(used),
-                "batch/pad_fraction": pad_fraction(batch),
+                "episodes/learned_fraction": len(learned) / max(len(trajectories), 1),
                 "time/rollout_s": sampled - began,
                 "time/train_s": ended - sampled,
                 "throughput/sampled_tokens_per_s": tokens / max(sampled - began, 1e-9),
@@ -133,22 +134,22 @@ def _train(
             log.write(step, metrics)
             stop = stopping.due(step)
             if last or stop or step % train.save_every == 0:
-                checkpoints.save(state, job.metadata)
+                job.save(checkpoints, state)
             dump_every = config.logging.trajectories_every
             if dump_every and (step == 1 or step % dump_every == 0):
-                write_trajectories(out, step, trajectories, advantages, job.chat)
+                write_trajectories(out, step, learned, advantages, job.chat)
             progress.update(step, _shown(metrics))
             if stop and not last:
                 raise StopRun
     except StopRun:
-        checkpoints.save(state, job.metadata)
+        job.save(checkpoints, state)
         checkpoints.wait()
         by = "Ctrl-C" if stopping.signal is signal.SIGINT else stopping.signal.name
         progress.note(f"stopped by {by} after step {step}, which is saved; the same command goes on from there")
         raise SystemExit(EXIT_STATUS[stopping.signal]) from None
     except EndpointError:
         if step > job.step:
-            checkpoints.save(state, job.metadata)
+            job.save(checkpoints, state)
             checkpoints.wait()
         raise
     checkpoints.wait()
@@ -170,6 +171,7 @@ class _Job:
     rollout: Rollout
     update: Callable[[TrainState, TokenBatch, int], tuple[TrainState, dict[str, jax.Array]]]
     reference: Callable[[TokenBatch, int], jax.Array] | None
+    partner: Partner | None  # where another set of parameters rehearses
     row_length: int
     micro_batches: int
     metadata: dict
@@ -178,10 +180,43 @@ class _Job:
     def model(self, state: TrainState) -> Qwen3:
         return nnx.merge(self.graphdef, state.params)
 
-    def with_reference(self, batch: TokenBatch, used: int) -> TokenBatch:
-        if self.reference is None:
-            return batch
-        return dataclasses.replace(batch, ref_logps=self.reference(batch, used))
+    def sample(self, state: TrainState, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
+        """The episodes of a step, and those it learns from."""
+        rollout, model = self.config.rollout, self.model(state)
+        return sample_with_signal(
+            lambda number: self.rollout(model, self.tasks(number), number),
+            step,
+            groups=rollout.tasks_per_step,
+            max_refills=rollout.max_refills,
+            shape=lambda episodes: shape_rewards(episodes, self.config.reward, rollout.max_length),
+        )
+
+    def learn(
+        self,
+        state: TrainState,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[dict[int, float]],
+        roles: Sequence[int],
+    ) -> tuple[TrainState, dict[str, float]]:
+        """From one batch, of what `roles` sampled."""
+        train = self.config.train
+        batch, trained = make_batch(trajectories, advantages, self.row_length, train, roles)
+        batch, trained = balance_rows(batch, trained, data_shards(self.mesh), train.micro_batch)
+        placed, used = place_batch(batch, train.micro_batch, self.mesh, trained=trained, capacity=self.micro_batches)
+        if self.reference is not None:
+            placed = dataclasses.replace(placed, ref_logps=self.reference(placed, used))
+        state, figures = self.update(state, placed, used)
+        metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
+        return state, metrics | {
+            "batch/rows": float(batch.tokens.shape[0]),
+            "batch/micro_batches": float(used),
+            "batch/pad_fraction": pad_fraction(batch),
+        }
+
+    def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        if self.partner is not None:
+            self.partner.save(self.metadata)
+        checkpoints.save(state, self.metadata)
 
 
 def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollout: Rollout | None) -> _Job:
@@ -193,6 +228,7 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
         "remat": "layer" if train.remat else "none",
     }
     found = checkpoints.latest()
+    partner = Partner(out, keep=train.keep) if config.world.split_parameters else None
     if found is None:
         model = load_model(config.model, mesh, **settings)
         source = tokenizer_directory(config.model)
@@ -205,7 +241,15 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
     if rollout is None:
         slots = config.rollout.slots or config.rollout.tasks_per_step * config.rollout.group_size
         judging = Judging(config.reward, out, unruled=tasks.unruled, episodes=slots, process=jax.process_index())
-        rollout = _make_rollout(config, model_config, chat, mesh, slots, judging)
+        rollout = _make_rollout(
+            config,
+            model_config,
+            chat,
+            mesh,
+            slots,
+            judging,
+            None if partner is None else lambda: partner.model(graphdef),
+        )
     graphdef, params = nnx.split(model)
     optimizer = make_optimizer(train)
     like = abstract_state(params, optimizer, mesh)
@@ -214,12 +258,16 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
         write_model_source(out, source, model_config)
         if config.grpo.kl != "none":
             reference = jax.tree.map(jnp.copy, params)
+        if partner is not None:
+            partner.begin(source, model_config, params, optimizer, mesh)
         state = create_state(params, optimizer, mesh)
         headline = f"{config.model}: training from step 0 to {train.steps}"
     else:
         if config.grpo.kl != "none":
             reference = nnx.state(load_model(config.model, mesh, **settings))
         state = checkpoints.restore(like, found)
+        if partner is not None:
+            partner.restore(like, found)
         headline = f"{out}: going on from step {found} to {train.steps}"
 
     scoring = {"temperature": config.rollout.temperature, "vocab_size": chat.vocab_size}
@@ -246,6 +294,7 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
         rollout=rollout,
         update=update,
         reference=None if reference is None else lambda batch, used: score(reference, batch, used),
+        partner=partner,
         row_length=train.row_length or config.rollout.max_length,
         # As many as one row an episode needs: a step that packs better leaves the rest unused at no cost.
         micro_batches=-(-episodes // (train.micro_batch * data_shards(mesh))),
@@ -255,7 +304,13 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
 
 
 def _make_rollout(
-    config: Config, model_config: Qwen3Config, chat: ChatTokenizer, mesh: Mesh | None, slots: int, judging: Judging
+    config: Config,
+    model_config: Qwen3Config,
+    chat: ChatTokenizer,
+    mesh: Mesh | None,
+    slots: int,
+    judging: Judging,
+    rehearser: Callable[[], Qwen3] | None,
 ) -> Rollout:
     from envace_jax.rollout import make_world, run_episodes
     from envace_jax.sampling import Engine
@@ -284,6 +339,7 @@ def _make_rollout(
             judge_pool=judging.pool,
             empty_penalty=config.reward.empty_penalty,
             history_reasoning=config.world.history_reasoning,
+            rehearser=None if rehearser is None else rehearser(),
         )
 
     return rollout

@@ -78,6 +78,43 @@ def pad_fraction(batch: TokenBatch) -> float:
     return float(np.mean(np.asarray(batch.segments) == 0))
 
 
+def balance_rows(
+    batch: TokenBatch, trained: np.ndarray, shards: int, micro_batch: int
+) -> tuple[TokenBatch, np.ndarray]:
+    """The same rows in an order in which all data shards have about as many tokens of each micro-batch to attend to.
+
+    Rows go to micro-batches by their number of tokens, the fullest first, and within one to the shards there and back,
+    so that each gets full rows and emptier ones. Rows without anything to train come last, as `place_batch` wants them.
+
+    Args:
+        batch: [B, T]. trained: bool[B].
+        shards: data shards; shard k gets rows k x micro_batch ... of each micro-batch.
+        micro_batch: rows of a micro-batch on each shard.
+    """
+    filled = (np.asarray(batch.segments) > 0).sum(axis=1)
+    order = np.lexsort((-filled, ~trained)).tolist()
+    if shards > 1:
+        rows = shards * micro_batch
+        order += [-1] * (-len(order) % rows)  # -1: a row of padding
+        balanced = []
+        for start in range(0, len(order), rows):
+            piece = order[start : start + rows]
+            hands: list[list[int]] = [[] for _ in range(shards)]
+            for turn in range(micro_batch):
+                dealt = piece[turn * shards : (turn + 1) * shards]
+                for hand, row in zip(hands if turn % 2 == 0 else hands[::-1], dealt, strict=True):
+                    hand.append(row)
+            balanced += [row for hand in hands for row in hand]
+        order = balanced
+
+    def reorder(x: np.ndarray) -> np.ndarray:
+        x = np.asarray(x)
+        return np.concatenate([x, np.zeros((1, *x.shape[1:]), x.dtype)])[order]
+
+    values = {name: None if x is None else reorder(x) for name, x in vars(batch).items()}
+    return TokenBatch(**values), reorder(trained)
+
+
 _INTEGERS = ("tokens", "positions", "segments", "roles", "generations")
 
 
