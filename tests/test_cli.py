@@ -9,7 +9,18 @@ import pytest
 from envace_jax import cli
 from envace_jax.errors import CheckpointError
 
-VERBS = [["train"], ["sft"], ["rollout"], ["evaluate", "mini"], ["export"], ["import"]]
+VERBS = [
+    ["train"],
+    ["sft"],
+    ["rollout"],
+    ["act"],
+    ["evaluate", "mini"],
+    ["evaluate", "fidelity"],
+    ["evaluate", "rehearse"],
+    ["evaluate", "compare"],
+    ["export"],
+    ["import"],
+]
 
 
 @pytest.fixture
