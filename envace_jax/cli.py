@@ -406,6 +406,7 @@ def compile_(
         str, typer.Option(help="v5e, v5p or v6e with a shape (v5p:2x4x4) or a product name (v5p-64).")
     ] = "v5p:2x4x4",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    proposal: Annotated[bool, typer.Option(help="When it does not fit, compile others until one does.")] = True,
 ) -> None:
     """Find out whether a run fits a TPU slice, on a machine without one.
 
@@ -419,7 +420,7 @@ def compile_(
     settings = load_config(config, overrides or ())
     from launch import compile
 
-    raise typer.Exit(compile.run(settings, topology, as_json=as_json))
+    raise typer.Exit(compile.run(settings, topology, as_json=as_json, proposal=proposal))
 
 
 def main(args: list[str] | None = None) -> None:

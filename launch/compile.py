@@ -24,6 +24,7 @@ from launch.costs import EFFICIENCY, decode_seconds, guess_peak, parameter_count
 from launch.hlo import Collective, collectives
 from launch.programs import lower, make_plan, mesh_sizes, read_model
 from launch.topology import Topology, larger, parse_topology
+from models.qwen3 import Qwen3Config
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _PROPOSALS = 3  # compiled at most
@@ -132,7 +133,7 @@ class Report:
         }
 
 
-def run(config: Config, topology: str, *, as_json: bool = False) -> int:
+def run(config: Config, topology: str, *, as_json: bool = False, proposal: bool = True) -> int:
     """Compiles, prints, and returns the exit status: 0 when it fits, 1 when not.
 
     Raises:
@@ -141,7 +142,7 @@ def run(config: Config, topology: str, *, as_json: bool = False) -> int:
     # One line of text or JSON is wanted, not the compiler's own account of a machine that has no TPU.
     logging.getLogger("jax").setLevel(logging.ERROR)
     report = measure(config, parse_topology(topology))
-    if not report.fits:
+    if proposal and not report.fits:
         report = dataclasses.replace(report, proposal=propose(config, report))
     print(json.dumps(report.to_dict()) if as_json else describe(report))
     return 0 if report.fits else 1
@@ -207,7 +208,7 @@ def candidates(config: Config, report: Report) -> Iterator[tuple[Config, Topolog
     asked = (report.topology.chips, *report.mesh, config.train.micro_batch)
     for topology in (report.topology, *larger(report.topology)):
         found = []
-        for data, fsdp, tp in _meshes(topology.chips, model):
+        for data, fsdp, tp in candidate_meshes(topology.chips, model):
             for micro_batch in {min(config.train.micro_batch, 2**i) for i in range(4)}:
                 # More rows than episodes would be padding alone.
                 if (topology.chips, data, fsdp, tp, micro_batch) == asked or data * fsdp * micro_batch > episodes:
@@ -220,6 +221,17 @@ def candidates(config: Config, report: Report) -> Iterator[tuple[Config, Topolog
                     found.append(((tp, data, -micro_batch), changed))
         for _, changed in sorted(found, key=lambda pair: pair[0]):
             yield changed, topology
+
+
+def candidate_meshes(chips: int, model: Qwen3Config) -> Iterator[tuple[int, int, int]]:
+    """Sizes (data, fsdp, tp), powers of two that divide the model's heads and hidden dimension."""
+    common = math.gcd(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, model.vocab_size)
+    for tp in (1, 2, 4, 8):
+        for data in (1, 2, 4):
+            fsdp = chips // (tp * data)
+            fine = common % tp == 0 and fsdp and fsdp * tp * data == chips and model.hidden_size % fsdp == 0
+            if fine:
+                yield data, fsdp, tp
 
 
 def bytes_on_chip(tree: Any) -> int:
@@ -273,7 +285,7 @@ def describe(report: Report) -> str:
         settings = f"--topology {found.topology.name} {' '.join(found.overrides)}"
         lines.append(f"this would ({_gb(found.peak_bytes).strip()}): {settings}")
     elif not report.fits:
-        lines.append("no setting that was tried fits: lower rollout.max_length, or choose a larger chip")
+        lines.append("no proposal fits, or none was asked for: lower rollout.max_length, or choose a larger chip")
     return "\n".join(lines)
 
 
@@ -300,17 +312,6 @@ def _compile(name: str, make: Any, resident: int, unknown_trips: int) -> Program
 
 def _moved(program: Program) -> int:
     return sum(value.bytes for value in program.collectives.values())
-
-
-def _meshes(chips: int, model: Any) -> Iterator[tuple[int, int, int]]:
-    """(data, fsdp, tp) of powers of two that divide the model's heads and hidden dimension."""
-    common = math.gcd(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, model.vocab_size)
-    for tp in (1, 2, 4, 8):
-        for data in (1, 2, 4):
-            fsdp = chips // (tp * data)
-            fine = common % tp == 0 and fsdp and fsdp * tp * data == chips and model.hidden_size % fsdp == 0
-            if fine:
-                yield data, fsdp, tp
 
 
 def _gb(size: float) -> str:

@@ -205,6 +205,8 @@ def devices(topology: Topology) -> list[jax.Device]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", topology.gcloud)
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Its lock is for processes that share real chips; compiling shares none.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
     if find_compiler() is None:
