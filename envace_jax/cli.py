@@ -201,11 +201,14 @@ def _rehearse_settings(**given):
     epilog=_example(
         "envace act models/qwen3_mini --task mini:test:17 --memory vote",
         "envace act models/qwen3_mini --task mini:test:17 --chat --confirm --n 4 --memory vote",
+        "envace act Qwen3-8B --mcp 'uvx mcp-server-time' --confirm",
     )
 )
 def act(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="HF directory or run directory.", show_default=False)],
-    task: Annotated[str, typer.Option(help="mini:SPLIT:INDEX, a task of the embedded world.")],
+    task: Annotated[str | None, typer.Option(help="mini:SPLIT:INDEX, a task of the embedded world.")] = None,
+    mcp: Annotated[str | None, typer.Option(metavar="COMMAND", help="Tools of an MCP server over stdio.")] = None,
+    mcp_url: Annotated[str | None, typer.Option(metavar="URL", help="Tools of an MCP server over HTTP.")] = None,
     n: PlansOption = 2,
     mode: ModeOption = "parallel",
     scope: ScopeOption = "turn",
@@ -231,6 +234,8 @@ def act(
     terminal.act(
         model,
         task=task,
+        mcp=mcp,
+        mcp_url=mcp_url,
         base=base,
         settings=settings,
         interactive=chat,

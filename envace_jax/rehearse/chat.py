@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from envace_jax.rehearse.commit import (
     act_turn,
     save_decisions,
 )
+from envace_jax.rehearse.mcp import MCPEnvironment
 from envace_jax.rehearse.memory import spell
 from envace_jax.rehearse.plans import ACTOR, Plan, RehearseSettings
 from envace_jax.rehearse.policy import Message, Policy, drive
@@ -138,7 +140,9 @@ def mini_task(name: str) -> Task:
 def act(
     model: str,
     *,
-    task: str,
+    task: str | None = None,
+    mcp: str | None = None,
+    mcp_url: str | None = None,
     base: str | None = None,
     settings: RehearseSettings | None = None,
     interactive: bool = False,
@@ -152,36 +156,48 @@ def act(
     console: Console | None = None,
     load: Callable[[str, int, int], Policy] | None = None,
 ) -> Course:
-    """`envace act MODEL --task mini:test:17`: one task of the embedded world, in its real shop.
+    """`envace act MODEL`: one task of the embedded world in its real shop, or the tools of an MCP server.
 
+    task: mini:SPLIT:INDEX. mcp: the command of a server, which is spoken to over stdio; mcp_url: of one over HTTP.
     base: another model that answers the calls of rehearsals. interactive: the user turns are typed, not the task's.
     load: makes a policy of (directory, max_length, seed); None: the local engine.
     Raises EnvaceError for a model or a task that cannot be used.
     """
     from envace_jax.rehearse.plans import PLANNER, REHEARSER
+
+    if sum(given is not None for given in (task, mcp, mcp_url)) != 1:
+        raise ConfigError("give one of --task mini:SPLIT:INDEX, --mcp COMMAND and --mcp-url URL")
+    console = console or Console(highlight=False, soft_wrap=True)
+    settings, load = settings or RehearseSettings(), load or local_policy
+    with ExitStack() as stack:
+        if task is not None:
+            real, system, users, tools, read_only = _shop(mini_task(task))
+        else:
+            server = stack.enter_context(MCPEnvironment(command=mcp, url=mcp_url, timeout_s=timeout_s))
+            real, system, users, tools, read_only = server, [], None, server.tools, server.read_only
+        own = load(model, max_length, seed)
+        policies = {ACTOR: own, PLANNER: own, REHEARSER: own if base is None else load(base, max_length, seed)}
+        for message in system:
+            console.print(Text(message["content"], style="dim"))
+        return converse(
+            policies,
+            system,
+            typed(console) if interactive or users is None else iter(users),
+            tools,
+            DryRun() if dry_run else Guarded(real, timeout_s + 5, max_bytes),
+            settings,
+            console=console,
+            allow=asks_before(read_only, console) if confirm else lambda call: True,
+            record=record,
+        )
+
+
+def _shop(task: Task) -> tuple[Environment, list[Message], Sequence[str], Sequence[Mapping[str, Any]], set[str]]:
     from envace_jax.tasks.mini import TOOLS, WRITES, Shop
 
-    console = console or Console(highlight=False, soft_wrap=True)
-    chosen, settings = mini_task(task), settings or RehearseSettings()
-    load = load or local_policy
-    own = load(model, max_length, seed)
-    policies = {ACTOR: own, PLANNER: own, REHEARSER: own if base is None else load(base, max_length, seed)}
-    shop: Environment = DryRun() if dry_run else Guarded(Shop(chosen.meta["records"]), timeout_s, max_bytes)
+    system = [m for m in task.prompt if m["role"] == "system"]
     read_only = {t["function"]["name"] for t in TOOLS} - WRITES
-    system = [m for m in chosen.prompt if m["role"] == "system"]
-    for message in system:
-        console.print(Text(message["content"], style="dim"))
-    return converse(
-        policies,
-        system,
-        typed(console) if interactive else iter(chosen.user_turns),
-        chosen.tools,
-        shop,
-        settings,
-        console=console,
-        allow=asks_before(read_only, console) if confirm else lambda call: True,
-        record=record,
-    )
+    return Shop(task.meta["records"]), system, task.user_turns, task.tools, read_only
 
 
 def local_policy(directory: str, max_length: int, seed: int) -> Policy:

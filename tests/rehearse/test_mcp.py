@@ -1,0 +1,62 @@
+"""Real tools through the official client, over stdio."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from envace_jax.errors import ConfigError, EndpointError
+from envace_jax.rehearse import Guarded
+from envace_jax.rehearse.mcp import MCPEnvironment, read_result
+
+# The client hands a server a clean environment.
+PATHS = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+SERVER = shlex.join(["env", PATHS, sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
+
+
+@pytest.fixture
+def tools():
+    pytest.importorskip("mcp")
+    with MCPEnvironment(command=SERVER, timeout_s=60) as environment:
+        environment._timeout_s = 10
+        yield environment
+
+
+def test_tools_are_listed_called_and_keep_their_state(tools):
+    names = [tool["function"]["name"] for tool in tools.tools]
+    assert names == ["look", "add", "huge", "hang", "die"] and tools.read_only == {"look"}
+    assert "by" in tools.tools[1]["function"]["parameters"]["properties"]
+    assert tools.call("add", {"by": 2}) == {"n": 2} and tools.call("look", {}) == {"n": 2}
+    assert "error" in tools.call("add", {"by": "x"}) and "error" in tools.call("absent", {})
+
+
+def test_a_megabyte_is_cut_and_a_silent_or_dying_server_is_an_error_result(tools):
+    guarded = Guarded(tools, timeout_s=20, max_bytes=2000)
+    assert len(json.dumps(guarded.call("huge", {}))) < 2000
+    tools._timeout_s = 2
+    assert "no answer within 2 s" in guarded.call("hang", {})["error"]
+    assert "error" in guarded.call("die", {})
+    assert "error" in guarded.call("look", {})
+
+
+def test_a_server_that_cannot_be_started_is_named():
+    pytest.importorskip("mcp")
+    with pytest.raises(EndpointError, match="no-such-program"):
+        MCPEnvironment(command="no-such-program --serve", timeout_s=20)
+
+
+def test_one_way_to_a_server_is_given():
+    for ways in ({}, {"command": "a", "url": "http://b"}):
+        with pytest.raises(ConfigError, match="--mcp"):
+            MCPEnvironment(**ways)
+
+
+def test_a_result_is_read_from_what_it_has():
+    text = [{"type": "text", "text": '{"a": 1}'}]
+    assert read_result({"content": text, "structuredContent": {"b": 2}}) == {"b": 2}
+    assert read_result({"content": text}) == {"a": 1}
+    assert read_result({"content": [{"type": "text", "text": "hi"}, {"type": "image"}]}) == {"result": "hi\n[image]"}
+    assert read_result({"content": text, "isError": True}) == {"error": '{"a": 1}'}
