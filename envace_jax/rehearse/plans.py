@@ -28,7 +28,7 @@ class RehearseSettings:
     plans: how many; 0 is no rehearsal. scope: what is committed before rehearsing again, the user turn or one call.
     memory: "context" puts the memory before the actor, who then acts; "vote" puts no text into any prompt of the actor
         and executes the plan that most plans agree on, which suits a policy that never saw such notes.
-    memory_tokens: budget of the memory; None: none is kept out. critique: ask for one after each sequential plan.
+    memory_tokens: budget of the memory; None: all of it is kept. critique: ask for one after each sequential plan.
     temperature, top_p: of plans and rehearsals. act_temperature, act_top_p: of the actor's real turns.
     max_turns: assistant turns of a plan, and of a user turn. max_rehearsals: how often one user turn is rehearsed.
     """
