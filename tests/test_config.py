@@ -194,7 +194,7 @@ def test_the_warm_start_has_its_own_schema(write):
     config = load_config(write(architecture), ["train.steps=5"], SFTConfig)
     assert config.architecture["hidden_size"] == 64 and config.train.steps == 5
     assert "not both" in refuse(write(architecture), "model=m", schema=SFTConfig)
-    assert "tokenizer" in refuse(write("architecture: {a: 1}\noutput_dir: o\n"), schema=SFTConfig)
+    assert "neither" in refuse(write("output_dir: o\n"), schema=SFTConfig)
 
 
 def test_a_configuration_cannot_be_changed_in_place():
