@@ -420,6 +420,7 @@ def compile_(
     """
     # The compiler works for a TPU that is not there; this process itself computes nothing.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else jax, on import, asks a metadata server that is not there
     from envace_jax.config import load_config
 
     settings = load_config(config, overrides or ())
