@@ -211,7 +211,10 @@ def mini(
 
 
 def _make_engine(model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig) -> Engine:
-    """An engine whose prefill takes any of the prompts in one piece, with little padding, where the model lies."""
+    """An engine whose prefill takes any of the prompts in one piece, with little padding, where the model lies.
+
+    Of programs it compiles few: an evaluation is over before many would pay.
+    """
     rules = make_rules(chat, settings)
     longest = max((len(rules.prompt(task)) for task in tasks), default=1)
     where = jax.tree.leaves(nnx.state(model))[0].sharding
@@ -221,6 +224,8 @@ def _make_engine(model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], setti
         max_length=settings.max_length,
         vocab_size=chat.vocab_size,
         prefill_chunk=min(-(-longest // 32) * 32, 512),
+        min_window=512,
+        compact=False,
         mesh=where.mesh if isinstance(where, NamedSharding) else None,
     )
 

@@ -27,13 +27,14 @@ def fit(size: int, rungs: tuple[int, ...]) -> int:
     raise ValueError(f"size {size} exceeds the largest bucket, {rungs[-1]}")
 
 
-def row_batches(count: int, largest: int) -> Iterator[tuple[int, int]]:
+def row_batches(count: int, largest: int, smallest: int = 1) -> Iterator[tuple[int, int]]:
     """Split `count` rows into `(rows, bucket)` with power-of-two buckets up to `largest`, a quarter idle at most.
 
-    Two full small batches are cheaper than one large batch that is mostly padding: 9 rows go as 8 + 1.
+    Two full small batches are cheaper than one large batch that is mostly padding: 9 rows go as 8 + 1. Below
+    `smallest`, a power of two, padding costs less than one more program would.
     """
     while count > 0:
-        bucket = 1
+        bucket = min(smallest, largest)
         while bucket * 2 <= min(count, largest):
             bucket *= 2
         if bucket < count and bucket * 2 <= largest and 4 * count >= 3 * 2 * bucket:

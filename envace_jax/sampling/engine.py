@@ -15,7 +15,7 @@ On a mesh every process makes the same calls with the same arguments and reads t
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,9 @@ class Engine:
         self.windows = ladder(min_window, max_length, halves=False)
         self._pieces = ladder(16, min(prefill_chunk, max_length))
         self._prefill_tokens = max(prefill_tokens, self._pieces[-1])
+        # A forward pass this small takes less time than compiling another program for a smaller one.
+        flops = 1e9 if jax.default_backend() == "cpu" else 1e12
+        self._cheap_tokens = min(512, int(flops / (2 * _weights_per_token(config))))
         # Rows that live on several devices are appended to where they are, all at once.
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
         self._whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
@@ -311,7 +314,7 @@ class Engine:
                 if self._whole:
                     rows, bucket = len(order), self.slots
                 else:
-                    rows, bucket = next(row_batches(len(alike), max(1, self._prefill_tokens // size)))
+                    rows, bucket = next(self._row_batches(len(alike), size))
                 batch, order = order[:rows], order[rows:]
                 place = batch if self._whole else range(rows)
                 padded = np.zeros((bucket, size), np.int32)
@@ -336,6 +339,12 @@ class Engine:
                 )
         return state
 
+    def _row_batches(self, count: int, size: int) -> Iterator[tuple[int, int]]:
+        """How `count` pieces of `size` tokens are batched: `row_batches`, its buckets bounded by tokens."""
+        most = 1 << (self.slots - 1).bit_length()
+        cheap = 1 << max(0, (self._cheap_tokens // size).bit_length() - 1)
+        return row_batches(count, max(1, self._prefill_tokens // size), min(cheap, most))
+
     def _fork_all(self, state: Slots, pairs: Sequence[tuple[int, int]], keys: Sequence[np.ndarray]) -> Slots:
         """Copy each (source, target); all sources are read before any target is written."""
         if len(pairs) != len(keys):
@@ -347,7 +356,7 @@ class Engine:
             raise ValueError(f"slot {empty[0]} is empty and cannot be forked; prefill it first")
         if len(set(targets)) != len(targets):
             raise ValueError(f"fork targets must differ, found {targets}")
-        bucket = 1 << (len(pairs) - 1).bit_length()
+        bucket = 1 << (max(len(pairs), self.slots // 8) - 1).bit_length()
         rows = np.full(bucket, self.slots, np.int32)
         rows[: len(pairs)] = targets
         names = np.zeros((bucket, 2), np.uint32)
@@ -417,6 +426,12 @@ class Engine:
         if rows:
             names[: len(rows)] = np.stack(keys)
         return index, names
+
+
+def _weights_per_token(config: Qwen3Config) -> int:
+    """Weights that a token meets in the layers."""
+    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    return config.num_hidden_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
 def _default_keys(seeds: Sequence[int]) -> np.ndarray:

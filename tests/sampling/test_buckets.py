@@ -22,6 +22,8 @@ def test_row_batches_waste_at_most_a_quarter():
     assert list(row_batches(9, 16)) == [(8, 8), (1, 1)]
     assert list(row_batches(7, 16)) == [(7, 8)]
     assert list(row_batches(5, 4)) == [(4, 4), (1, 1)]
+    assert list(row_batches(11, 16, smallest=4)) == [(8, 8), (3, 4)]
+    assert list(row_batches(1, 16, smallest=8)) == [(1, 8)]
     for count in range(1, 70):
         batches = list(row_batches(count, 16))
         assert sum(rows for rows, _ in batches) == count
