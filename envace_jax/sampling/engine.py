@@ -335,7 +335,8 @@ class Engine:
                     rows=None if self._whole else index,
                     starts=first,
                     counts=counts,
-                    window=self.window(int((first + counts).max())),
+                    # Fresh streams see nothing but these tokens.
+                    window=self.window(int((first + counts).max())) if first.any() else size,
                 )
         return state
 
