@@ -210,20 +210,22 @@ def test_reading_brings_neither_jax_nor_tensorflow_nor_transformers(directory):
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-@pytest.mark.slow(reason="writes and reads 100,000 tasks")
+@pytest.mark.slow(reason="writes and reads 10,000 tasks of 25 kB")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", ["t.jsonl", "t.json", "t.parquet"])
-def test_a_hundred_thousand_tasks_stream_in_less_than_a_gigabyte(tmp_path, records, name):
+def test_tasks_stream_in_less_memory_than_they_would_fill(tmp_path, records, name):
     path = tmp_path / name
-    write_many(path, records, 100_000)
+    write_many(path, records, 10_000)
     program = (
-        "import resource, sys\nfrom envace_jax.tasks.inspection import check\n"
+        "from envace_jax.tasks.inspection import check\n"
         f"report = check({str(path)!r})\n"
-        "assert report.accepted == 100_000, report.rejected[:3]\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+        "assert report.accepted == 10_000, report.rejected[:3]\n"
+        # Not ru_maxrss: a child inherits its parent's.
+        "print(next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) / 2**20)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout) < 1.0  # GB
+    assert float(ended.stdout) < 0.4  # GB, of which 0.1 are the imports; decoded at once they would fill a gigabyte
 
 
 def write_many(path, records, count):
