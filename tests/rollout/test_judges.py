@@ -87,4 +87,6 @@ def test_closing_leaves_no_thread_behind_that_waits(judging):
     time.sleep(0.3)
     run.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("verdict")]
-    assert [future.result() for future in waiting if not future.cancelled()] == [[None]] * 4
+    # Those in flight give up; one that had not begun is either cancelled or finds the judge closed.
+    answers = [future.result() for future in waiting if not future.cancelled()]
+    assert answers and all(answer == [None] for answer in answers)
