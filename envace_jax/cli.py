@@ -4,6 +4,7 @@ Packages are imported inside the verb, so that `--help` and configuration errors
 kernels. An error that a user can mend is one red line and exit status 2; Ctrl-C is one line and 130.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,8 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
+    # Orbax remarks through absl on what is as it should be.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     # Compiled programs are kept between runs; the variable must be set before jax is imported.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "envace-jax" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
