@@ -311,13 +311,16 @@ class SFTDataConfig:
     reading_steps: int = 0  # mini: steps of reading records out, before anything else
     drill_steps: int = 0  # mini: the step at which demonstrations begin; drills (runs of random calls) before it
     drill_fraction: float = 0.5  # mini: drills among the conversations after that
+    memory_fraction: float = 0.0  # mini: demonstrations that have a rehearsal memory in context
 
     def __post_init__(self) -> None:
         _require(self.kind != "jsonl" or self.path is not None, "data.path must be set when data.kind=jsonl")
         _require_positive("data", self, "conversations", "max_tokens")
         _require(self.reading_steps >= 0, f"data.reading_steps must not be negative, found {self.reading_steps}")
         _require(self.drill_steps >= 0, f"data.drill_steps must not be negative, found {self.drill_steps}")
-        _require(0 <= self.drill_fraction <= 1, f"data.drill_fraction must lie in 0..1, found {self.drill_fraction}")
+        for name in ("drill_fraction", "memory_fraction"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"data.{name} must lie in 0..1, found {value}")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def mini_conversations(count: int, *, split: str, visibility: str = "full", seed
     for task in tasks:
         rng = random.Random(f"fidelity/{seed}/{task.id}")
         experts.append(task.messages)
-        clerks.append(play_task(task.messages, task.meta, rng, HABIT_WEIGHTS))
+        clerks.append(play_task(task.messages, task.meta, rng, HABIT_WEIGHTS)[0])
         shop = Shop(task.meta["records"])
         absent = rng.choice([name for name in record_names(split) if name not in shop.records])
         probes.append(task.prompt)

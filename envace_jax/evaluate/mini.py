@@ -69,7 +69,7 @@ def evaluate_mini(
         eval/reward, eval/parse_rate, eval/finish_done    checklist reward; turns that could be read; whole episodes
         eval/do_nothing, eval/state_unchanged             floors: without a word; tasks whose final state is the first
         eval/fidelity_exact, eval/fidelity_nll            rehearsals against real responses; nats a token
-        eval/fidelity_exact/SUBSET                        expert, habits, after_write, refused
+        eval/fidelity_exact/SUBSET                        expert, habits, after_write, refused, by tool
 
     fidelity_tasks: how many of the tasks fidelity is measured on; None: all, 0: none.
     """
@@ -263,7 +263,7 @@ def _fidelity(
     conversations = [(task.messages, task.tools) for task in tasks]
     for task in tasks:
         rng = random.Random(f"fidelity/{seed}/{task.id}")
-        conversations.append((play_task(task.messages, task.meta, rng, HABIT_WEIGHTS), task.tools))
+        conversations.append((play_task(task.messages, task.meta, rng, HABIT_WEIGHTS)[0], task.tools))
     outcomes = rehearse_recorded(
         engine,
         model,
@@ -283,6 +283,8 @@ def _fidelity(
     figures["eval/fidelity_nll"] = sum(o.nll for o in outcomes) / max(sum(o.tokens for o in outcomes), 1)
     for name, belongs in subsets.items():
         figures |= _share(f"eval/fidelity_exact/{name}", [o.exact for o in outcomes if belongs(o)])
+    for tool in sorted({o.case.tool for o in outcomes}):
+        figures |= _share(f"eval/fidelity_exact/{tool}", [o.exact for o in outcomes if o.case.tool == tool])
     return figures
 
 

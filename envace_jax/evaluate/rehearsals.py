@@ -32,10 +32,12 @@ BUCKET = 128  # lengths are padded to multiples of it
 class Case:
     """One recorded call: tokens[start:stop] of its conversation are the real response, its closing tag included.
 
-    after_write: an earlier call of the conversation changed the world. refused: the result is an error.
+    tool: the name called. after_write: an earlier call of the conversation changed the world. refused: the result is
+    an error.
     """
 
     conversation: int
+    tool: str
     start: int
     stop: int
     real: Any
@@ -71,7 +73,7 @@ def recorded_cases(
         elif message["role"] == "tool":
             at, name, real = next(results), pending.pop(0), read_response(message["content"])
             refused = isinstance(real, dict) and bool({"error", "error_tool_call"} & real.keys())
-            cases.append(Case(conversation, int(at[0]), int(at[-1]) + 1, real, wrote, refused))
+            cases.append(Case(conversation, name, int(at[0]), int(at[-1]) + 1, real, wrote, refused))
             wrote = wrote or (name in writes and not refused)
     return cases
 

@@ -7,6 +7,7 @@ run that is started again goes on where its last checkpoint was.
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from envace_jax.chat import ChatTokenizer
 from envace_jax.chat.build import train_tokenizer
 from envace_jax.config import ConfigError, SFTConfig, to_dict
 from envace_jax.grpo import ACT, CONTEXT, REHEARSE, TokenBatch, token_logps
+from envace_jax.rehearse.demos import remembering
 from envace_jax.tasks.mini import vocabulary
 from envace_jax.train.checkpoint import SOURCE, Checkpoints, export, load_model, tokenizer_directory, write_model_source
 from envace_jax.train.initial import with_local_heads
@@ -146,7 +148,9 @@ def _trained_tokenizer(out: Path) -> Path:
     """The embedded world's tokenizer, trained once."""
     directory = out / "tokenizer"
     if not (directory / "tokenizer_config.json").is_file():
-        train_tokenizer(vocabulary.texts(), vocabulary.VOCAB_SIZE, directory, pattern=vocabulary.PATTERN)
+        noted = itertools.chain.from_iterable(itertools.islice(remembering(-1), 500))
+        texts = itertools.chain(vocabulary.texts(), map(vocabulary.text, noted))
+        train_tokenizer(texts, vocabulary.VOCAB_SIZE, directory, pattern=vocabulary.PATTERN)
     return directory
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import SFTDataConfig
+from envace_jax.rehearse.demos import remembering
 from envace_jax.rollout.recorded import encode_conversation
 from envace_jax.rollout.trajectory import REHEARSE, Trajectory
 from envace_jax.tasks import TaskError, read_tasks
@@ -26,7 +27,10 @@ def batches(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:
 
 
 def _mini(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:
-    """Readings for `reading_steps`, drills until `drill_steps`, then demonstrations with `drill_fraction` of drills."""
+    """Readings for `reading_steps`, drills until `drill_steps`, then demonstrations with `drill_fraction` of drills.
+
+    Of the demonstrations `memory_fraction` have a rehearsal memory in context.
+    """
 
     def encode(messages: list[dict], tools: tuple[dict, ...] | None) -> Trajectory:
         return encode_conversation(chat, messages, tools, thinking=config.thinking)
@@ -44,11 +48,13 @@ def _mini(config: SFTDataConfig, chat: ChatTokenizer) -> Batches:
             return [encode(m, None) for m in itertools.islice(readings(config.seed, start=2 * start), 2 * count)]
         practice = count if step < config.drill_steps else round(count * config.drill_fraction)
         bare = practice if step < config.drill_steps else practice // 2
-        shown = itertools.islice(demonstrations(config.seed, start=start), count - practice)
+        noted = round((count - practice) * config.memory_fraction)
+        shown = itertools.islice(demonstrations(config.seed, start=start), count - practice - noted)
+        remembered = itertools.islice(remembering(config.seed, start=start), noted)
         dense = itertools.islice(drills(config.seed, start=start, calls=BARE_DRILL_CALLS), bare)
         full = itertools.islice(drills(config.seed, start=start, calls=DRILL_CALLS), practice - bare)
         return [
-            *(encode(m, TOOLS) for m in shown),
+            *(encode(m, TOOLS) for m in itertools.chain(shown, remembered)),
             *(practice_only(encode(m, None)) for m in dense),
             *(practice_only(encode(m, TOOLS)) for m in full),
         ]

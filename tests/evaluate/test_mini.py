@@ -43,7 +43,7 @@ def test_the_expert_succeeds_everywhere(chat):
 
 
 def test_a_clerk_who_gives_up_never_succeeds_but_leaves_the_state_that_nothing_would(chat):
-    quits = [play_task(t.messages, t.meta, random.Random(0), {"quit": 1.0}) for t in TASKS]
+    quits = [play_task(t.messages, t.meta, random.Random(0), {"quit": 1.0})[0] for t in TASKS]
     found = figures(chat, quits)
     assert found["eval/success"] == found["eval/do_nothing"] == 0.0
     unchanged = sum(t.meta["records"] == t.meta["final_records"] for t in TASKS) / len(TASKS)

@@ -75,7 +75,7 @@ def test_bad_habits_score_less_on_average():
     def mean(habit):
         scores = []
         for task in tasks:
-            played = play_task(task.messages, task.meta, random.Random(task.id), {habit: 1.0})
+            played = play_task(task.messages, task.meta, random.Random(task.id), {habit: 1.0})[0]
             scores += [v.score for v in verdicts(task, played)]
         return sum(scores) / len(scores)
 

@@ -191,5 +191,5 @@ def test_drills_hold_many_calls_some_of_which_break_the_protocol():
 
 def test_the_right_habit_alone_plays_as_the_expert():
     for task in mini_tasks("train", 20):
-        played = play_task(task.messages, task.meta, random.Random(0), {"right": 1.0})
+        played = play_task(task.messages, task.meta, random.Random(0), {"right": 1.0})[0]
         assert [m["content"] for m in played] == [m["content"] for m in task.messages]

@@ -25,7 +25,7 @@ from envace_jax.tasks.mini.policies import HABITS, Actor, Call, Goal, habit
 from envace_jax.tasks.mini.shop import MAX_QTY, TOOLS, Shop, record_line
 
 # How often a demonstrator follows each habit: `right` is common enough to be found, rare enough to leave RL a choice.
-HABIT_WEIGHTS: Mapping[str, float] = {"right": 0.35, "blind": 0.35, "wrong": 0.15, "quit": 0.15}
+HABIT_WEIGHTS: Mapping[str, float] = {"right": 0.33, "blind": 0.37, "wrong": 0.15, "quit": 0.15}
 PARTIAL_FRACTION = 0.15
 
 
@@ -38,14 +38,17 @@ def demonstrations(
         rng = random.Random(f"demonstration/{seed}/{index}")
         visibility = "partial" if rng.random() < PARTIAL_FRACTION else "full"
         (task,) = mini_tasks("train", 1, seed=1_000_000 + seed, visibility=visibility, start=index)
-        yield play_task(task.messages, task.meta, rng, habits)
+        yield play_task(task.messages, task.meta, rng, habits)[0]
         index += 1
 
 
 def play_task(
     messages: Sequence[Mapping[str, Any]], meta: Mapping[str, Any], rng: random.Random, habits: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """A task's conversation as clerks of the given habits play it in the real shop, one habit drawn for each goal."""
+) -> tuple[list[dict[str, Any]], Shop]:
+    """A task's conversation as clerks of the given habits play it in the real shop, one habit drawn for each goal.
+
+    The shop is returned beside it, as they left it.
+    """
     shop = Shop(meta["records"])
     orders = list(shop.records)
     users = [dict(m) for m in messages if m["role"] == "user"]
@@ -55,7 +58,7 @@ def play_task(
         drawn = rng.choices(HABITS, weights=[habits.get(h, 0.0) for h in HABITS], k=len(goals))
         actors = [habit(name, Goal(**goal), rng, orders) for name, goal in zip(drawn, goals, strict=True)]
         play(in_sequence(actors), shop, conversation)
-    return conversation
+    return conversation, shop
 
 
 def drills(seed: int, *, start: int = 0, calls: tuple[int, int] = (8, 14)) -> Iterator[list[dict[str, Any]]]:
@@ -97,7 +100,7 @@ def _random_calls(rng: random.Random, orders: list[int], names: list[int], count
 
 def _random_call(rng: random.Random, orders: list[int], names: list[int]) -> Call:
     order = rng.choice(names) if rng.random() < 0.05 else rng.choice(orders)
-    name = rng.choices([t["function"]["name"] for t in TOOLS], weights=(6, 4, 3, 2, 2, 1, 2))[0]
+    name = rng.choices([t["function"]["name"] for t in TOOLS], weights=(6, 3, 4, 2, 2, 1, 4))[0]
     if name == "list_orders":
         return name, {}
     if name == "change_qty":

@@ -61,10 +61,10 @@ def make_records(rng: random.Random, names: list[int], count: int) -> list[dict[
     return [
         {
             "order": order,
+            "status": rng.choices(STATUSES, weights=(3, 3, 2, 1))[0],
             "item": item,
             "qty": rng.randint(1, MAX_QTY),
             "price": rng.choice(PRICES),
-            "status": rng.choices(STATUSES, weights=(3, 3, 2, 1))[0],
         }
         for order, item in zip(rng.sample(names, count), rng.sample(ITEMS, count), strict=True)
     ]

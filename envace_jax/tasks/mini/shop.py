@@ -1,6 +1,6 @@
 """The embedded world: the back office of a small shop, executable, and small enough to be learned in minutes.
 
-Orders have an id, an item, a quantity, a unit price and a status (new → paid → shipped, or cancelled). Seven tools read
+Orders have an id, a status (new → paid → shipped, or cancelled), an item, a quantity and a unit price. Seven tools read
 and change them, and answer with the record as it then stands. Rules of the domain refuse some calls with an ordinary
 result: the record and an `error`. Violations of the protocol (unknown tool, arguments that do not fit the schema) are
 `{"error_tool_call": {...}}`, as everywhere.
@@ -43,9 +43,13 @@ def _shape(**properties: Mapping[str, Any]) -> dict[str, Any]:
 
 def _result(*extra: tuple[str, Any], status: Mapping[str, Any] = _STATUS) -> dict[str, Any]:
     """The record as it now stands, with what else a tool adds; or as it stood, with the reason for a refusal."""
-    record = {"order": _ORDER, "item": {"type": "string"}, "qty": {"type": "integer"}, "price": {"type": "integer"}}
-    refused = _shape(**record, status=_STATUS, error={"type": "string", "enum": list(REFUSALS)})
-    return {"anyOf": [_shape(**record, status=status, **dict(extra)), refused, _UNKNOWN]}
+
+    def record(status: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        goods = {"item": {"type": "string"}, "qty": {"type": "integer"}, "price": {"type": "integer"}}
+        return _shape(order=_ORDER, status=status, **goods, **more)
+
+    refused = record(_STATUS, error={"type": "string", "enum": list(REFUSALS)})
+    return {"anyOf": [record(status, **dict(extra)), refused, _UNKNOWN]}
 
 
 REFUSALS = ("not new", "not paid", "already shipped", "already cancelled")
