@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +156,15 @@ def act(
     seed: int = 0,
     record: str | Path | None = None,
     console: Console | None = None,
+    endpoint: str | None = None,
     load: Callable[[str, int, int], Policy] | None = None,
 ) -> Course:
     """`envace act MODEL`: one task of the embedded world in its real shop, or the tools of an MCP server.
 
     task: mini:SPLIT:INDEX. mcp: the command of a server, which is spoken to over stdio; mcp_url: of one over HTTP.
     base: another model that answers the calls of rehearsals. interactive: the user turns are typed, not the task's.
-    load: makes a policy of (directory, max_length, seed); None: the local engine.
+    endpoint: of an OpenAI-compatible server, which knows `model` and `base` by name; None: they are directories.
+    load: makes a policy of (directory, max_length, seed); None: the local engine, or the endpoint.
     Raises EnvaceError for a model or a task that cannot be used.
     """
     from envace_jax.rehearse.plans import PLANNER, REHEARSER
@@ -168,7 +172,9 @@ def act(
     if sum(given is not None for given in (task, mcp, mcp_url)) != 1:
         raise ConfigError("give one of --task mini:SPLIT:INDEX, --mcp COMMAND and --mcp-url URL")
     console = console or Console(highlight=False, soft_wrap=True)
-    settings, load = settings or RehearseSettings(), load or local_policy
+    settings = settings or RehearseSettings()
+    if load is None:
+        load = local_policy if endpoint is None else partial(endpoint_policy, endpoint)
     with ExitStack() as stack:
         if task is not None:
             real, system, users, tools, read_only = _shop(mini_task(task))
@@ -198,6 +204,13 @@ def _shop(task: Task) -> tuple[Environment, list[Message], Sequence[str], Sequen
     system = [m for m in task.prompt if m["role"] == "system"]
     read_only = {t["function"]["name"] for t in TOOLS} - WRITES
     return Shop(task.meta["records"]), system, task.user_turns, task.tools, read_only
+
+
+def endpoint_policy(url: str, name: str, max_length: int, seed: int) -> Policy:
+    """A model behind an endpoint; the key, where one is needed, is in OPENAI_API_KEY."""
+    from envace_jax.rehearse.policy import EndpointPolicy
+
+    return EndpointPolicy(url, name, api_key=os.environ.get("OPENAI_API_KEY"), max_tokens=max_length, seed=seed)
 
 
 def local_policy(directory: str, max_length: int, seed: int) -> Policy:

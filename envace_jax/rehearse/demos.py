@@ -1,9 +1,9 @@
 """Supervised episodes with a rehearsal memory in context, for a policy of the embedded world.
 
-A policy uses notes as it was taught to. Here clerks of mixed habits make one to three plans, in a shop whose answers are
-sometimes wrong, as a rehearser's are; the memory of them stands below the last user message; and the clerk who acts
-follows one of them. Where a plan looked first and was right it is mostly that one, whatever the others say, and reality
-counts where it differs; else the one that most plans agree with, followed to the letter.
+A policy uses notes as it was taught to. Here clerks of mixed habits make one to three plans, in a shop whose answers
+are sometimes wrong, as a rehearser's are. The memory of the plans stands below the last user message, and the clerk who
+acts follows one of them: where a plan looked first and was right mostly that one, whatever the others say, with an eye
+on what really comes back; else the one that most plans agree with, to the letter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""A small MCP server for the tests: a counter, a huge answer, one that never comes, and sudden death."""
+"""A small MCP server for the tests: a counter, a huge answer, one that never comes, and sudden death.
+
+Over stdio, or over HTTP on the port given.
+"""
 
 import os
+import sys
 import time
 
 try:
@@ -46,4 +50,12 @@ def die() -> str:
 
 
 if __name__ == "__main__":
-    server.run("stdio")
+    if len(sys.argv) > 1:
+        port = int(sys.argv[1])
+        if hasattr(server.settings, "port"):  # before version 2
+            server.settings.port = port
+            server.run("streamable-http")
+        else:
+            server.run("streamable-http", port=port)
+    else:
+        server.run("stdio")

@@ -3,7 +3,10 @@
 import json
 import os
 import shlex
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,35 @@ def test_a_server_that_cannot_be_started_is_named():
     pytest.importorskip("mcp")
     with pytest.raises(EndpointError, match="no-such-program"):
         MCPEnvironment(command="no-such-program --serve", timeout_s=20)
+
+
+def test_a_server_over_http_is_the_same(tmp_path):
+    pytest.importorskip("mcp")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen([*shlex.split(SERVER), str(port)], stdout=log, stderr=log)
+        try:
+            _wait_for(port)
+            with MCPEnvironment(url=f"http://127.0.0.1:{port}/mcp", timeout_s=30) as environment:
+                assert environment.read_only == {"look"}
+                assert environment.call("add", {"by": 3}) == {"n": 3} and environment.call("look", {}) == {"n": 3}
+                server.kill()
+                environment._timeout_s = 5
+                assert "error" in environment.call("look", {})
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _wait_for(port):
+    for _ in range(300):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 def test_one_way_to_a_server_is_given():
