@@ -16,7 +16,7 @@ from typing import Any
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import ConfigError
 from envace_jax.evaluate.mini import SETTINGS as MINI
-from envace_jax.evaluate.mini import _do_nothing, _make_engine, _replies_right
+from envace_jax.evaluate.mini import SLOTS, _do_nothing, _make_engine, _replies_right
 from envace_jax.evaluate.results import Measure, Result, mean_measure, report, share_measure
 from envace_jax.rehearse import (
     ACTOR,
@@ -36,9 +36,12 @@ from envace_jax.tasks.mini import Shop, mini_tasks
 
 
 def evaluate_rehearsal(
-    policies: Mapping[str, Policy], tasks: Sequence[Task], settings: RehearseSettings
+    policies: Mapping[str, Policy], tasks: Sequence[Task], settings: RehearseSettings, at_once: int | None = None
 ) -> tuple[dict[str, Measure], list[Course]]:
-    """Measures by name, and what happened in each task. `policies`: who acts, plans and rehearses, by those names."""
+    """Measures by name, and what happened in each task.
+
+    policies: who acts, plans and rehearses, by those names. at_once: how many tasks go on side by side; None: all.
+    """
     shops = [Shop(task.meta["records"]) for task in tasks]
     began = time.perf_counter()
     courses = drive(
@@ -46,7 +49,8 @@ def evaluate_rehearsal(
             [
                 act_task(task.prompt, task.user_turns, task.tools, shop, settings, policies[ACTOR], episode=i)
                 for i, (task, shop) in enumerate(zip(tasks, shops, strict=True))
-            ]
+            ],
+            at_once,
         ),
         policies,
     )
@@ -104,11 +108,13 @@ def rehearsal(
         load_model(model), ChatTokenizer.from_pretrained(tokenizer_directory(model)), chosen, max_length, seed
     )
     policies = dict.fromkeys((ACTOR, PLANNER, REHEARSER), own)
+    # As many as keep all their plans' streams, and the actor's, in the engine's slots.
+    at_once = max(1, SLOTS // (1 + settings.plans))
     if base is not None:
         chat = ChatTokenizer.from_pretrained(tokenizer_directory(base))
         other = local_policy(load_model(base), chat, chosen, max_length, seed)
         policies |= {REHEARSER: other} | ({PLANNER: other} if base_plays == PLANNER else {})
-    measures, courses = evaluate_rehearsal(policies, chosen, settings)
+    measures, courses = evaluate_rehearsal(policies, chosen, settings, at_once)
     if decisions is not None:
         Path(decisions).write_text("", encoding="utf-8")
         for course in courses:

@@ -120,7 +120,7 @@ def act_turn(
     memory, chosen, at = Memory("", 0, ()), None, 0
     round, fresh, due = 0, False, settings.plans > 0
     course.finish = "turns"
-    for step in range(settings.max_turns):
+    for _ in range(settings.max_turns):
         if due and round < settings.max_rehearsals:
             # The rehearsal gets the conversation and nothing else: no environment, no course.
             place = episode, turn * settings.max_rehearsals + round
@@ -137,7 +137,7 @@ def act_turn(
         said = _planned(plans, chosen, at)
         if said is None:
             chosen = None
-            sequence = 4096 + turn * 64 + step
+            sequence = 4096 + turn  # positions tell the steps of a turn apart
             stream = with_note(course.messages, memory.text)
             heat = settings.act_temperature, settings.act_top_p
             spoken = yield from say(Ask(ACTOR, ACT, stream, tools, *heat, episode, sequence))

@@ -8,6 +8,7 @@ same few lines (`together`, `drive`), and none of them holds a model or an envir
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 
 from envace_jax.chat import ChatTokenizer, Rehearsal, Turn, parse_rehearsal, parse_tool_calls
 from envace_jax.errors import EndpointError
+from envace_jax.rehearse.streams import Streams, Wanted
 
 Message = Mapping[str, Any]
 ACT, REHEARSE = "act", "rehearse"
@@ -74,10 +76,14 @@ def say(ask: Ask) -> Speech[Spoken]:
     return spoken
 
 
-def together(speeches: Sequence[Speech[T]]) -> Speech[list[T]]:
-    """Several speeches side by side: what they ask at the same time is asked in one batch."""
+def together(speeches: Sequence[Speech[T]], at_once: int | None = None) -> Speech[list[T]]:
+    """Several speeches side by side: what they ask at the same time is asked in one batch.
+
+    at_once: most that have begun and not ended; None: all. A local policy keeps the streams of so many.
+    """
     results: list[Any] = [None] * len(speeches)
     pending: dict[int, list[Ask]] = {}
+    waiting = deque(range(len(speeches)))
 
     def advance(i: int, answer: list[Spoken] | None) -> None:
         try:
@@ -85,13 +91,17 @@ def together(speeches: Sequence[Speech[T]]) -> Speech[list[T]]:
         except StopIteration as stop:
             results[i] = stop.value
 
-    for i in range(len(speeches)):
-        advance(i, None)
+    def begin() -> None:
+        while waiting and (at_once is None or len(pending) < at_once):
+            advance(waiting.popleft(), None)
+
+    begin()
     while pending:
         asked, pending = pending, {}
         answers = iter((yield [ask for asks in asked.values() for ask in asks]))
         for i, asks in asked.items():
             advance(i, [next(answers) for _ in asks])
+        begin()
     return results
 
 
@@ -144,7 +154,8 @@ class LocalPolicy:
         response_tokens: int = 96,
         thinking: bool = False,
     ):
-        self._engine, self._model, self._chat = engine, model, chat
+        self._chat, self._max_length = chat, engine.max_length
+        self._streams = Streams(engine, model)
         self._seed, self._thinking = seed, thinking
         self._budget = {ACT: turn_tokens, REHEARSE: response_tokens}
         c = chat.control
@@ -160,24 +171,24 @@ class LocalPolicy:
         from envace_jax.sampling import SamplingParams, sequence_keys
 
         streams = [self._stream(ask) for ask in asks]
-        fits = [i for i, stream in enumerate(streams) if len(stream) < self._engine.max_length]
+        fits = [i for i, stream in enumerate(streams) if len(stream) < self._max_length]
         out = [Spoken()] * len(asks)
         if not fits:
             return out
-        params = [
-            SamplingParams(
-                asks[i].temperature,
-                asks[i].top_p,
-                max_new_tokens=self._budget[asks[i].role],
-                stop_ids=self._stops[asks[i].role],
+        names = [(asks[i].episode, asks[i].sequence) for i in fits]
+        keys = sequence_keys(self._seed, 0, *zip(*names, strict=True))
+        wanted = []
+        for i, name, key in zip(fits, names, keys, strict=True):
+            ask, room = asks[i], self._max_length - len(streams[i])
+            params = SamplingParams(
+                ask.temperature,
+                ask.top_p,
+                max_new_tokens=min(self._budget[ask.role], room),
+                stop_ids=self._stops[ask.role],
             )
-            for i in fits
-        ]
-        names = [asks[i].episode for i in fits], [asks[i].sequence for i in fits]
-        keys = sequence_keys(self._seed, 0, *names)
-        sampled = self._engine.generate(self._model, [streams[i] for i in fits], params, keys=list(keys))
-        for i, completion in zip(fits, sampled, strict=True):
-            out[i] = self._read(asks[i].role, completion.tokens)
+            wanted.append(Wanted(name, streams[i], params, key))
+        for i, tokens in zip(fits, self._streams.sample(wanted), strict=True):
+            out[i] = self._read(asks[i].role, tokens)
         return out
 
     def _read(self, role: str, tokens: np.ndarray) -> Spoken:

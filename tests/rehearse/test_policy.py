@@ -19,7 +19,7 @@ TASKS = list(mini_tasks("test", 6))
 class Recording:
     """An engine that continues a recorded conversation's prefix by its next generation, and any other not at all."""
 
-    max_length = 4000
+    max_length, slots = 4000, 64
 
     def __init__(self, chat, conversations):
         self.next = {}
@@ -29,14 +29,23 @@ class Recording:
                 at = np.flatnonzero(t.generations == g)
                 self.next[t.tokens[: at[0]].tobytes()] = t.tokens[at]
 
-    def generate(self, model, prompts, params, keys):
-        out = []
-        for prompt, asked in zip(prompts, params, strict=True):
-            tokens = self.next.get(prompt.tobytes(), np.zeros(1, np.int32))[: asked.max_new_tokens]
+    def start(self):
+        return {}
+
+    def prefill_groups(self, model, state, prompts, keys):
+        return state | prompts
+
+    def extend(self, model, state, tokens):
+        return state | {slot: np.concatenate([state[slot], new]) for slot, new in tokens.items()}
+
+    def decode(self, model, state, active, params):
+        out = {}
+        for slot, budget in active.items():
+            tokens = self.next.get(state[slot].tobytes(), np.zeros(1, np.int32))[:budget]
             zeros = np.zeros(len(tokens), np.float32)
-            stopped = int(tokens[-1]) in asked.stop_ids
-            out.append(Completion(tokens, zeros, zeros, "stop" if stopped else "length"))
-        return out
+            stopped = int(tokens[-1]) in params[slot].stop_ids
+            out[slot] = Completion(tokens, zeros, zeros, "stop" if stopped else "length")
+        return self.extend(model, state, {slot: c.tokens for slot, c in out.items()}), out
 
 
 @pytest.fixture(scope="module")
