@@ -9,7 +9,6 @@ rehearser of gold calls alone would never be asked about: reads after a write, a
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,10 @@ import numpy as np
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import ConfigError
+from envace_jax.evaluate.bfcl import bfcl_conversations
 from envace_jax.evaluate.floors import RecordedCall, by_category, floors, read_calls, read_records, spell_call
 from envace_jax.evaluate.metrics import MEASURES, is_error, score_response
+from envace_jax.evaluate.recorded import Conversation, from_record, mini_conversations
 from envace_jax.evaluate.rehearsals import Case, recorded_cases, rehearse_recorded
 from envace_jax.evaluate.results import Measure, Result, mean_measure, report, share_measure
 from envace_jax.rollout import encode_conversation
@@ -29,16 +30,6 @@ from envace_jax.sampling import REHEARSE, Engine, Grammar, SamplingParams
 from models.qwen3 import Qwen3
 
 LAST_STEP = 8  # calls from this step on are reported together
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A recorded conversation. `writes`: tools that change the world. `only_last`: earlier calls are history alone."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
-    writes: frozenset[str] = frozenset()
-    only_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +71,7 @@ def fidelity(
     model: str,
     *,
     triples: str | Path | None = None,
+    bfcl: str | None = None,
     tasks: int = 64,
     split: str = "test",
     visibility: str = "full",
@@ -90,19 +82,23 @@ def fidelity(
     as_json: bool = False,
     out: str | Path | None = None,
 ) -> Result:
-    """Measures a model directory on `tasks` tasks of the embedded world, or on the calls of a JSONL file, and reports.
+    """Measures a model directory on `tasks` tasks of the embedded world, or on other calls, and reports.
 
-    Each line of `triples` holds `tools, history, call, response`: the history in the OpenAI chat format, the call as
-    `{"name", "arguments"}`, and optionally `writes`, the names of the tools that change the world.
+    bfcl: a multi-turn category of BFCL, whose first `tasks` entries are taken (see `evaluate.bfcl`).
+    Each line of the file `triples` holds `tools, history, call, response`: the history in the OpenAI chat format, the
+    call as `{"name", "arguments"}`, and optionally `writes`, the names of the tools that change the world.
     Raises EnvaceError for a model, a file or a setting that must be mended.
     """
     from envace_jax.train import load_model, tokenizer_directory
 
-    if triples is None:
+    if bfcl is not None:
+        conversations = bfcl_conversations(bfcl, tasks, seed=seed)
+        source = {"world": "bfcl", "category": bfcl, "tasks": tasks}
+    elif triples is None:
         conversations = mini_conversations(tasks, split=split, visibility=visibility, seed=seed)
         source = {"world": "mini", "split": split, "tasks": tasks, "visibility": visibility}
     else:
-        conversations = [_from_record(r, f"{triples}, record {i}") for i, r in enumerate(read_records(triples))]
+        conversations = [from_record(r, f"{triples}, record {i}") for i, r in enumerate(read_records(triples))]
         source = {"triples": str(triples)}
     policy, chat = load_model(model), ChatTokenizer.from_pretrained(tokenizer_directory(model))
     engine = Engine(policy.config, slots=min(64, len(conversations)), max_length=max_length, vocab_size=chat.vocab_size)
@@ -113,41 +109,6 @@ def fidelity(
     result = summarise(forced, closed, settings)
     report(result, as_json=as_json, out=out)
     return result
-
-
-def mini_conversations(count: int, *, split: str, visibility: str = "full", seed: int = 0) -> list[Conversation]:
-    """Of each task three: the expert's, one of a clerk with mixed habits, and one made to be hard to rehearse.
-
-    That one is a change, the same again (which must fail), a look at it, and one at an order that is not there.
-    """
-    from envace_jax.tasks.mini import WRITES, Shop, mini_tasks
-    from envace_jax.tasks.mini.demos import HABIT_WEIGHTS, play_task
-    from envace_jax.tasks.mini.generate import play, record_names
-
-    try:
-        tasks = list(mini_tasks(split, count, visibility=visibility))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    experts, clerks, probes = [], [], []
-    for task in tasks:
-        rng = random.Random(f"fidelity/{seed}/{task.id}")
-        experts.append(task.messages)
-        clerks.append(play_task(task.messages, task.meta, rng, HABIT_WEIGHTS)[0])
-        shop = Shop(task.meta["records"])
-        absent = rng.choice([name for name in record_names(split) if name not in shop.records])
-        probes.append(task.prompt)
-        play(_probe(rng, list(shop.records), absent), shop, probes[-1])
-    return [Conversation(m, tasks[0].tools, WRITES) for m in (*experts, *clerks, *probes)]
-
-
-def _probe(rng: random.Random, orders: Sequence[int], absent: int):
-    order = {"order": rng.choice(orders)}
-    write = rng.choice(("pay_order", "ship_order", "cancel_order"))
-    yield [(write, order)]
-    yield [(write, order)]
-    yield [(rng.choice(("get_order", "get_order", "get_total")), order)]
-    yield [(rng.choice(("get_order", "get_total", "pay_order")), {"order": absent})]
-    return "Done."
 
 
 def rehearse_both(
@@ -281,22 +242,3 @@ def _rehearsed(
 ) -> Rehearsed:
     call, real, after_write, must_fail, reads = facts
     return Rehearsed(conversation, step, call, predicted, real, after_write, must_fail, reads, nll, tokens)
-
-
-def _from_record(record: Mapping[str, Any], where: str) -> Conversation:
-    try:
-        history, call, response = record["history"], record["call"], record["response"]
-        function = {"name": call["name"], "arguments": call["arguments"]}
-        if not any(message["role"] == "user" for message in history):
-            raise ConfigError(f"{where}: the history holds no user message")
-        if not isinstance(function["name"], str):
-            raise ConfigError(f"{where}: the call's name must be text")
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: needs tools, history, call (name, arguments) and response: {error}") from None
-    text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
-    messages = [
-        *history,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": text},
-    ]
-    return Conversation(messages, record.get("tools"), frozenset(record.get("writes") or ()), only_last=True)

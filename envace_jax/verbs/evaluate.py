@@ -53,6 +53,7 @@ def mini(
     epilog=example(
         "envace evaluate fidelity models/qwen3_mini --tasks 64",
         "envace evaluate fidelity models/qwen3_mini --triples calls.jsonl --json",
+        "envace evaluate fidelity checkpoints/Qwen3-8B --bfcl base --max-length 16384 --response-tokens 1000",
         "envace evaluate fidelity --floors calls.json --json",
     )
 )
@@ -67,7 +68,10 @@ def fidelity(
     triples: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSONL of tools, history, call, response.")
     ] = None,
-    tasks: Annotated[int, typer.Option(help="How many tasks of the embedded world.", min=1)] = 64,
+    bfcl: Annotated[
+        str | None, typer.Option(metavar="CATEGORY", help="BFCL's executable classes: base, long_context, ...")
+    ] = None,
+    tasks: Annotated[int, typer.Option(help="How many tasks, or entries of BFCL.", min=1)] = 64,
     split: Annotated[str, typer.Option(help="Which tasks.")] = "test",
     visibility: Annotated[str, typer.Option(help="full or partial.")] = "full",
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
@@ -88,6 +92,7 @@ def fidelity(
     fidelity.fidelity(
         model,
         triples=triples,
+        bfcl=bfcl,
         tasks=tasks,
         split=split,
         visibility=visibility,

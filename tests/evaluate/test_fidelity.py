@@ -9,7 +9,8 @@ import pytest
 from envace_jax.chat import ChatTokenizer
 from envace_jax.chat.build import train_tokenizer
 from envace_jax.errors import ConfigError
-from envace_jax.evaluate.fidelity import Conversation, _from_record, mini_conversations, rehearse_both, summarise
+from envace_jax.evaluate.fidelity import rehearse_both, summarise
+from envace_jax.evaluate.recorded import Conversation, from_record, mini_conversations
 from envace_jax.sampling import Engine
 from envace_jax.tasks.mini import WRITES
 from tests.rollout.bigram import Bigram
@@ -98,9 +99,9 @@ def test_the_embedded_world_has_calls_that_must_fail_and_reads_after_writes():
 def test_a_triple_becomes_a_conversation_of_which_the_last_call_counts():
     history = [{"role": "user", "content": "u"}]
     record = {"tools": [], "history": history, "call": {"name": "get", "arguments": {}}, "response": {"a": 1}}
-    made = _from_record(record, "f, record 0")
+    made = from_record(record, "f, record 0")
     assert made.only_last and json.loads(made.messages[-1]["content"]) == {"a": 1}
     assert dataclasses.asdict(made)["messages"][:1] == history
     for bad in ({**record, "history": []}, {**record, "call": "get()"}, {"call": {}}):
         with pytest.raises(ConfigError, match="f, record 0"):
-            _from_record(bad, "f, record 0")
+            from_record(bad, "f, record 0")
