@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from envace_jax.chat import ChatTokenizer
 from envace_jax.config import Config, RolloutConfig
 from envace_jax.errors import ConfigError
+from envace_jax.evaluate.agreement import agreement
 from envace_jax.evaluate.rehearsals import Outcome, rehearse_recorded
 from envace_jax.evaluate.statistics import share
 from envace_jax.rollout import RealWorld, make_rules, run_episodes
@@ -71,7 +72,10 @@ def evaluate_mini(
         eval/fidelity_exact, eval/fidelity_nll            rehearsals against real responses; nats a token
         eval/fidelity_exact/SUBSET                        expert, habits, after_write, refused, by tool
 
-    fidelity_tasks: how many of the tasks fidelity is measured on; None: all, 0: none.
+        eval/rehearsed_reward, eval/replayed_reward, ...  of rehearsed episodes, and what they are worth in the shop
+                                                          (`evaluate.agreement`)
+
+    fidelity_tasks: how many of the tasks fidelity and agreement are measured on; None: all, 0: none.
     """
     # Both ways to sample share one prefill of each prompt, as the members of a group do.
     heats = (temperature, 0.0) if greedy and temperature > 0 else (temperature,)
@@ -110,6 +114,9 @@ def evaluate_mini(
     chosen = tasks if fidelity_tasks is None else tasks[:fidelity_tasks]
     if chosen:
         figures |= _fidelity(engine, model, chat, chosen, settings, seed)
+        alone = dataclasses.replace(settings, group_size=1)
+        rehearsed = run_episodes(engine, model, chat, chosen, settings=alone, seed=seed, temperature=temperature)
+        figures |= agreement(rehearsed, chosen)
     return figures
 
 
