@@ -22,6 +22,7 @@ from envace_jax.config import ConfigError
 from envace_jax.evaluate.bfcl import bfcl_conversations
 from envace_jax.evaluate.floors import RecordedCall, by_category, floors, read_calls, read_records, spell_call
 from envace_jax.evaluate.metrics import MEASURES, is_error, score_response
+from envace_jax.evaluate.plots import plot_fidelity
 from envace_jax.evaluate.recorded import Conversation, from_record, mini_conversations
 from envace_jax.evaluate.rehearsals import Case, recorded_cases, rehearse_recorded
 from envace_jax.evaluate.results import Measure, Result, mean_measure, report, share_measure
@@ -81,6 +82,7 @@ def fidelity(
     thinking: bool = False,
     as_json: bool = False,
     out: str | Path | None = None,
+    plot: str | Path | None = None,
 ) -> Result:
     """Measures a model directory on `tasks` tasks of the embedded world, or on other calls, and reports.
 
@@ -108,6 +110,8 @@ def fidelity(
     settings = {"model": model, **source, "seed": seed, "max_length": max_length, "temperature": 0.0}
     result = summarise(forced, closed, settings)
     report(result, as_json=as_json, out=out)
+    if plot is not None:
+        plot_fidelity(result, plot)
     return result
 
 

@@ -175,7 +175,7 @@ def mini(
     Raises EnvaceError for a model that cannot be loaded, ConfigError for an unknown split.
     """
     from envace_jax.evaluate.results import Result, from_figures, report
-    from envace_jax.evaluate.show import print_mini, progress_bar
+    from envace_jax.evaluate.show import progress_bar
     from envace_jax.train import load_model, tokenizer_directory
     from envace_jax.train.loop import read_tokenizer
 
@@ -211,9 +211,7 @@ def mini(
     }
     measures = from_figures(figures)
     floors = {"do_nothing": {"success": measures["do_nothing"].value, "state": measures["state_unchanged"].value}}
-    report(
-        Result("mini", setting, measures, floors), as_json=as_json, out=out, show=lambda _: print_mini(setting, figures)
-    )
+    report(Result("mini", setting, measures, floors), as_json=as_json, out=out)
     return figures
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,29 +133,23 @@ def read_result(path: str | Path) -> Result:
         raise ConfigError(f"{path}: not the result of an evaluation ({error}); write one with --out") from error
 
 
-def report(
-    result: Result,
-    *,
-    as_json: bool = False,
-    out: str | Path | None = None,
-    show: Callable[[Result], None] | None = None,
-) -> None:
-    """Write the result to `out`, if given, and print it: as JSON, or as `show` does (None: a table)."""
+def report(result: Result, *, as_json: bool = False, out: str | Path | None = None) -> None:
+    """Write the result to `out`, if given, and print it: as JSON, or as a table."""
     if out is not None:
         write_result(result, out)
     if as_json:
         print(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
     else:
-        (show or print_result)(result)
+        print_result(result)
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
-    """A table of all measures, the floors below."""
+    """A table of all measures, those with an interval first, the floors below."""
     title = "  ".join([result.evaluation, *(f"{name} {value}" for name, value in result.settings.items())])
     table = Table(title=title, title_justify="left")
     for column, justify in (("", "left"), ("value", "right"), ("95 % interval", "right"), ("of", "right")):
         table.add_column(column, justify=justify)
-    for name, m in result.measures.items():
+    for name, m in sorted(result.measures.items(), key=lambda pair: pair[1].low is None):
         interval = "" if m.low is None or m.high is None else f"{m.low:.3f} – {m.high:.3f}"
         table.add_row(name, f"{m.value:.3f}", interval, "" if m.count is None else str(m.count))
     for floor, values in result.floors.items():

@@ -78,6 +78,7 @@ def fidelity(
     max_length: Annotated[int, typer.Option(help="Calls beyond so many tokens are left out.", min=64)] = 1024,
     response_tokens: Annotated[int, typer.Option(help="Most tokens of a rehearsed response.", min=1)] = 96,
     thinking: Annotated[bool, typer.Option(help="Whether prompts are rendered for thinking.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -100,6 +101,7 @@ def fidelity(
         max_length=max_length,
         response_tokens=response_tokens,
         thinking=thinking,
+        plot=plot,
         as_json=as_json,
         out=out,
     )

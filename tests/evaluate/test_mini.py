@@ -10,7 +10,7 @@ from rich.console import Console
 from envace_jax.config import Config, EvalConfig
 from envace_jax.evaluate import during_training, evaluate_mini
 from envace_jax.evaluate.mini import SETTINGS, _do_nothing
-from envace_jax.evaluate.show import print_mini
+from envace_jax.evaluate.results import Result, from_figures, print_result
 from envace_jax.rollout import ACT, encode_conversation
 from envace_jax.tasks.mini import mini_tasks
 from envace_jax.tasks.mini.demos import play_task
@@ -68,8 +68,9 @@ def test_a_right_reply_after_a_wrong_state_is_no_success(chat):
 def test_figures_print_as_a_table(chat):
     found = figures(chat, [task.messages for task in TASKS])
     text = io.StringIO()
-    print_mini({"model": "m"}, found, Console(file=text, width=100))
-    assert "success" in text.getvalue() and "100.0" in text.getvalue() and "75.8" in text.getvalue()
+    print_result(Result("mini", {"model": "m"}, from_figures(found)), Console(file=text, width=100))
+    (row,) = [line for line in text.getvalue().splitlines() if "│ success " in line]
+    assert "1.000" in row and "0.758 – 1.000" in row
 
 
 def test_no_callback_where_a_run_does_not_evaluate():
