@@ -1,5 +1,6 @@
 """Real tools through the official client, over stdio."""
 
+import io
 import json
 import os
 import shlex
@@ -10,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from envace_jax.chat import Rehearsal, ToolCall, Turn
 from envace_jax.errors import ConfigError, EndpointError
-from envace_jax.rehearse import Guarded
+from envace_jax.rehearse import Guarded, RehearseSettings, Spoken
+from envace_jax.rehearse.chat import act
 from envace_jax.rehearse.mcp import MCPEnvironment, read_result
 
 # The client hands a server a clean environment.
@@ -92,3 +96,33 @@ def test_a_result_is_read_from_what_it_has():
     assert read_result({"content": text}) == {"a": 1}
     assert read_result({"content": [{"type": "text", "text": "hi"}, {"type": "image"}]}) == {"result": "hi\n[image]"}
     assert read_result({"content": text, "isError": True}) == {"error": '{"a": 1}'}
+
+
+def test_a_server_that_dies_in_the_middle_of_a_plan_leaves_the_conversation_intact():
+    """Of add, die and look, what was executed before stays told, what came after is an error, and a reply ends it."""
+    pytest.importorskip("mcp")
+    plan = [("add", {"by": 4}), ("die", {}), ("look", {})]
+
+    class Planned:
+        def count(self, text):
+            return len(text)
+
+        def speak(self, asks):
+            return [self._say(ask) for ask in asks]
+
+        def _say(self, ask):
+            if ask.role == "rehearse":
+                return Spoken(response=Rehearsal({"as": "rehearsed"}), tokens=1)
+            made = sum(len(m.get("tool_calls") or ()) for m in ask.messages)
+            if made < len(plan):
+                return Spoken(turn=Turn(calls=(ToolCall(*plan[made]),)), tokens=1)
+            return Spoken(turn=Turn(content="Over."), tokens=1)
+
+    console = Console(file=io.StringIO(), width=200)
+    typed = iter(["do it", ""])
+    console.input = lambda *_: next(typed)
+    settings = RehearseSettings(plans=1, memory="vote", max_rehearsals=1)
+    course = act("m", mcp=SERVER, settings=settings, timeout_s=30, console=console, load=lambda *_: Planned())
+    real = [decision.real for decision in course.decisions if decision.call]
+    assert real[0] == {"n": 4} and "error" in real[1] and "error" in real[2]
+    assert course.finish == "done" and course.messages[-1]["content"] == "Over."
