@@ -1,0 +1,117 @@
+"""What rehearsal at test time is worth and costs, in the embedded world: a table, as measured in one process.
+
+    python -m bench.rehearsal TRAINED --base models/qwen3_mini --tasks 500 --out runs/rehearsal.jsonl
+
+The actor is always TRAINED; plans are made by it, or by the base model. One JSON line for each row, appended as it is
+measured, so that a run that was stopped goes on where it was; `--table` prints the file as Markdown instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from envace_jax.chat import ChatTokenizer
+from envace_jax.evaluate.mini import SLOTS
+from envace_jax.evaluate.rehearsing import evaluate_rehearsal, local_policy
+from envace_jax.rehearse import ACTOR, PLANNER, REHEARSER, RehearseSettings
+from envace_jax.tasks.mini import mini_tasks
+from envace_jax.train import load_model, tokenizer_directory
+
+MEMORY_TOKENS = 400
+
+
+def rows(counts: list[int], with_base: bool) -> Iterator[tuple[str, RehearseSettings]]:
+    """(who plans, settings) of every row."""
+    yield "nobody", RehearseSettings(plans=0)
+    for mode, who, plans in itertools.product(("parallel", "sequential"), ("base", "trained")[not with_base :], counts):
+        yield who, RehearseSettings(plans=plans, mode=mode, memory_tokens=MEMORY_TOKENS, critique=False)
+    for plans in counts:
+        yield "trained", RehearseSettings(plans=plans, memory="vote")
+    top = max(counts)
+    yield "trained", RehearseSettings(plans=top, memory_tokens=None, critique=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trained", nargs="?", help="HF directory or run directory of the actor")
+    parser.add_argument("--base", help="HF directory of the other planner")
+    parser.add_argument("--tasks", type=int, default=500)
+    parser.add_argument("--plans", type=int, nargs="+", default=[1, 2, 3, 4, 8])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--table", action="store_true", help="print what --out holds as Markdown")
+    given = parser.parse_args()
+    if given.table:
+        print(table(read(given.out)))
+        return
+    if given.trained is None:
+        parser.error("give the directory of a trained model")
+    tasks = list(mini_tasks("test", given.tasks))
+
+    def policy(directory: str) -> Any:
+        chat = ChatTokenizer.from_pretrained(tokenizer_directory(directory))
+        return local_policy(load_model(directory), chat, tasks, 1024, given.seed)
+
+    own, base = policy(given.trained), policy(given.base) if given.base else None
+    done = [(row["who"], row["settings"]) for row in read(given.out)]
+    for who, settings in rows(given.plans, base is not None):
+        if (who, dataclasses.asdict(settings)) in done:
+            continue
+        planner = base if who == "base" else own
+        policies = {ACTOR: own, PLANNER: planner, REHEARSER: planner}
+        measures, _ = evaluate_rehearsal(policies, tasks, settings, max(1, SLOTS // (1 + settings.plans)))
+        row = {
+            "who": who,
+            "settings": dataclasses.asdict(settings),
+            "tasks": given.tasks,
+            "seed": given.seed,
+            "trained": given.trained,
+            "base": given.base,
+            "device": jax.devices()[0].device_kind,
+            "measures": {name: dataclasses.asdict(measure) for name, measure in measures.items()},
+        }
+        with given.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(line(row), flush=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(measured: list[dict[str, Any]]) -> str:
+    head = "| plans by | mode | N | success | departures | tokens in plans | tokens in acting |"
+    return "\n".join([head, "|---" * 7 + "|", *map(line, measured)])
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    s, m = row["settings"], row["measures"]
+    mode = s["mode"] if s["plans"] else "none"
+    if s["memory"] == "vote" and s["plans"]:
+        mode += ", vote"
+    elif s["plans"] and s["memory_tokens"] is None:
+        mode += ", no budget"
+    success = m["success"]
+    cells = [
+        row["who"],
+        mode,
+        str(s["plans"]),
+        f"{100 * success['value']:.1f} % ({100 * success['low']:.1f} – {100 * success['high']:.1f})",
+        f"{100 * m['departures']['value']:.1f} %" if m["departures"]["count"] else "",
+        f"{m['plan_tokens']['value']:.0f}",
+        f"{m['act_tokens']['value']:.0f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
