@@ -7,6 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from envace_jax.config import RewardConfig
+from envace_jax.errors import EndpointError
 from envace_jax.rewards import make_judge, require_verdicts
 from envace_jax.rollout.trajectory import Trajectory
 
@@ -45,8 +46,16 @@ class Judging:
             self.pool.shutdown(cancel_futures=True)
 
     def check(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The figures of a step's judging. Raises EndpointError when too many episodes have no verdict."""
+        """The figures of a step's judging. Raises EndpointError when too many episodes have no verdict, or ended
+        because a call had no answer: training on the rest would be noise."""
         episodes = {t.trajectory: t for t in trajectories}.values()
+        unanswered = sum(t.finish == "world_failed" for t in episodes)
+        if unanswered > self._config.max_unjudged_fraction * len(episodes):
+            raise EndpointError(
+                f"{unanswered} of {len(episodes)} episodes ended at a call that had no answer, more than "
+                f"reward.max_unjudged_fraction={self._config.max_unjudged_fraction:g}. "
+                "See that world.endpoint answers, and start again"
+            )
         unjudged = sum(not t.valid and t.finish != "world_failed" for t in episodes)
         require_verdicts(unjudged, len(episodes), self._config, self.judge)
         return self.judge.metrics()

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from envace_jax.tasks.files import read_tasks
 from envace_jax.tasks.records import Task, TaskError, parse_task
+from envace_jax.tasks.spill import Spill
 from envace_jax.tasks.tfds_builder import TfdsTasks, is_tfds
 
 READ_AHEAD = 2  # steps
@@ -37,21 +35,17 @@ class SpilledTasks:
     """Tasks of any file, kept in a nameless temporary file with an index of where each begins."""
 
     def __init__(self, tasks: Iterator[Task], where: str = "tasks"):
-        self._file = tempfile.TemporaryFile()
-        self._starts = array("Q", [0])
+        self._texts = Spill()
         self._where = where
         for task in tasks:
-            self._file.write(json.dumps(task.to_json(), ensure_ascii=False).encode())
-            self._starts.append(self._file.tell())
-        self._file.flush()
+            self._texts.append(json.dumps(task.to_json(), ensure_ascii=False).encode())
+        self._texts.flush()
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._texts)
 
     def __getitem__(self, index: int) -> Task:
-        start, end = self._starts[index], self._starts[index + 1]
-        text = os.pread(self._file.fileno(), end - start, start)  # no shared position: threads may read at once
-        return parse_task(json.loads(text), where=f"{self._where}, record {index}")
+        return parse_task(json.loads(self._texts[index]), where=f"{self._where}, record {index}")
 
 
 def open_tasks(

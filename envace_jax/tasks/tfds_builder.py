@@ -15,18 +15,25 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec.core
 
 from envace_jax.tasks.records import Task, TaskError
+from envace_jax.tasks.spill import Spill
 
 if TYPE_CHECKING:
     from envace_jax.tasks.files import Record
 
 NAME, VERSION = "checklist_tasks", "1.0.0"
 INFO = "dataset_info.json"
+# Examples of one file. TFDS holds those of a file in memory while it writes them; its builder that does without a
+# number of files holds all, or needs TensorFlow to put them aside.
+SHARD = 1000
+
+Example = tuple[int, dict[str, str]]
 
 
 def is_tfds(path: str) -> bool:
@@ -112,34 +119,34 @@ def build(
                 with opened(name):
                     pass
     tfds = _tfds()
-    failure: list[TaskError] = []
+    # All of the sources first: nothing is written of one that turns out bad, and the number of files is known then.
+    texts: dict[str, Spill] = {}
     done = 0
+    for split, source in sources.items():
+        texts[split] = Spill()
+        for task in read_tasks(source, on_error=on_error):
+            done += 1
+            if progress is not None:
+                progress(done)
+            texts[split].append(task.id.encode())
+            texts[split].append(json.dumps(task.to_json(), ensure_ascii=False).encode())
+        if not len(texts[split]):
+            raise TaskError(f"{source}: no task to convert for the split {split!r}")
+        texts[split].flush()
 
-    class ChecklistTasks(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class ChecklistTasks(tfds.core.ShardBasedBuilder, skip_registration=True):
         name = NAME
 
         def _info(self) -> Any:
             features = tfds.features.FeaturesDict({"id": tfds.features.Text(), "task": tfds.features.Text()})
             description = "Agentic tasks with checklists; `task` is JSON: uuid, messages, tools, checklists."
-            # Shuffling belongs to the reader, which does it anew for every pass.
-            return tfds.core.DatasetInfo(
-                builder=self, description=description, features=features, disable_shuffling=True
-            )
+            return tfds.core.DatasetInfo(builder=self, description=description, features=features)
 
-        def _split_generators(self, manager: Any) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
-            return {split: self._generate_examples(source) for split, source in sources.items()}
-
-        def _generate_examples(self, source: str) -> Iterator[tuple[int, dict[str, str]]]:
-            nonlocal done
-            try:
-                for i, task in enumerate(read_tasks(source, on_error=on_error)):
-                    done += 1
-                    if progress is not None:
-                        progress(done)
-                    yield i, {"id": task.id, "task": json.dumps(task.to_json(), ensure_ascii=False)}
-            except TaskError as error:  # tfds would hand it on in another guise
-                failure.append(error)
-                raise
+        def _shard_iterators_per_split(self, manager: Any) -> dict[str, list[Callable[[], Iterator[Example]]]]:
+            return {
+                split: [partial(_examples, spill, start) for start in range(0, len(spill) // 2, SHARD)]
+                for split, spill in texts.items()
+            }
 
     ChecklistTasks.VERSION = tfds.core.Version(VERSION)
     try:
@@ -148,10 +155,17 @@ def build(
             builder = ChecklistTasks(data_dir=os.fspath(out), file_format="array_record")
             builder.download_and_prepare(download_dir=downloads)
     except Exception as error:
-        if failure:
-            raise failure[0] from None
         raise TaskError(f"{out}: the data set could not be written ({' '.join(str(error).split())})") from error
+    finally:
+        for spill in texts.values():
+            spill.close()
     return {split: info.num_examples for split, info in builder.info.splits.items()}
+
+
+def _examples(texts: Spill, start: int) -> Iterator[Example]:
+    """The examples of one file; `texts` holds id and record of each task in turn."""
+    for i in range(start, min(start + SHARD, len(texts) // 2)):
+        yield i, {"id": texts[2 * i].decode(), "task": texts[2 * i + 1].decode()}
 
 
 def _tfds() -> Any:

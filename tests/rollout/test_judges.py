@@ -72,6 +72,14 @@ def test_episodes_without_a_verdict_are_counted_once_and_those_of_a_failed_world
         run.check([*few, episode(6, "done", False)])
 
 
+def test_a_world_that_does_not_answer_stops_the_run_too(tmp_path):
+    with Judging(RewardConfig(max_unjudged_fraction=0.5), tmp_path, unruled=None, episodes=4) as run:
+        lost = [episode(i, "world_failed", False) for i in range(2)]
+        assert run.check([*lost, episode(2), episode(3)]) == {}
+        with pytest.raises(EndpointError, match=r"2 of 3 episodes .* no answer.*world\.endpoint"):
+            run.check([*lost, episode(2)])
+
+
 def test_verdicts_are_waited_for_side_by_side(judging):
     run = judging(Endpoint(slow(0.4, verdict())))
     began = time.monotonic()

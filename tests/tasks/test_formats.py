@@ -210,22 +210,40 @@ def test_reading_brings_neither_jax_nor_tensorflow_nor_transformers(directory):
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
+PEAK = "print(next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) / 2**20)"
+
+
+def peak_memory(program: str) -> float:
+    """GB that a Python program of its own took at most. Not ru_maxrss: a child inherits its parent's."""
+    ended = subprocess.run([sys.executable, "-c", f"{program}\n{PEAK}"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return float(ended.stdout)
+
+
 @pytest.mark.slow(reason="writes and reads 10,000 tasks of 25 kB")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", ["t.jsonl", "t.json", "t.parquet"])
 def test_tasks_stream_in_less_memory_than_they_would_fill(tmp_path, records, name):
     path = tmp_path / name
     write_many(path, records, 10_000)
-    program = (
+    peak = peak_memory(
         "from envace_jax.tasks.inspection import check\n"
         f"report = check({str(path)!r})\n"
-        "assert report.accepted == 10_000, report.rejected[:3]\n"
-        # Not ru_maxrss: a child inherits its parent's.
-        "print(next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) / 2**20)"
+        "assert report.accepted == 10_000, report.rejected[:3]"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout) < 0.4  # GB, of which 0.1 are the imports; decoded at once they would fill a gigabyte
+    assert peak < 0.4  # of which 0.1 are the imports; decoded at once they would fill a gigabyte
+
+
+@pytest.mark.slow(reason="converts 20,000 tasks of 25 kB, half a gigabyte")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_tasks_are_converted_in_less_memory_than_they_would_fill(tmp_path, records):
+    write_many(tmp_path / "t.jsonl", records, 20_000)
+    peak = peak_memory(
+        "from envace_jax.tasks.tfds_builder import build\n"
+        f"made = build({{'train': {str(tmp_path / 't.jsonl')!r}}}, {str(tmp_path / 'out')!r})\n"
+        "assert made == {'train': 20_000}"
+    )
+    assert peak < 0.45
 
 
 def write_many(path, records, count):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from envace_jax import cli
-from envace_jax.tasks import TaskError, read_tasks
+from envace_jax.tasks import TaskError, read_tasks, tfds_builder
 from envace_jax.tasks.synthetic import annotations, write
 from envace_jax.tasks.tfds_builder import TfdsTasks, build, is_tfds
 
@@ -52,6 +52,16 @@ def test_the_files_are_array_record_and_of_the_public_format(source, built):
     assert example["id"].decode() == record["uuid"] and json.loads(example["task"]) == record
 
 
+def test_a_large_split_lies_in_several_files_in_order(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(tfds_builder, "SHARD", 4)
+    assert build({"train": str(source / "annotations.jsonl")}, tmp_path / "out") == {"train": 6}
+    names = sorted(path.name for path in (tmp_path / "out").rglob("*array_record*"))
+    assert [name.rpartition(".")[2] for name in names] == [f"array_record-0000{i}-of-00002" for i in (0, 1)]
+    tasks, expected = TfdsTasks(str(tmp_path / "out")), list(read_tasks(str(source / "annotations.jsonl")))
+    assert [tasks[i] for i in (5, 3, 4, 0)] == [expected[i] for i in (5, 3, 4, 0)]
+    assert list(read_tasks(str(tmp_path / "out"))) == expected
+
+
 def test_the_version_directory_is_the_data_set_too(built):
     (version,) = (built / "checklist_tasks").iterdir()
     assert is_tfds(str(version)) and len(TfdsTasks(str(version))) == 6
@@ -72,6 +82,12 @@ def test_a_bad_record_stops_the_conversion_and_nothing_is_left(source, tmp_path)
     left_out = []
     assert build({"train": str(bad)}, tmp_path / "out", on_error=left_out.append) == {"train": 2}
     assert [error.line for error in left_out] == [3]
+
+
+def test_a_source_without_a_task_is_named(tmp_path):
+    (tmp_path / "none.jsonl").write_text("{\n")
+    with pytest.raises(TaskError, match="none.jsonl: no task to convert for the split 'train'"):
+        build({"train": str(tmp_path / "none.jsonl")}, tmp_path / "out", on_error=lambda error: None)
 
 
 def test_a_source_that_is_not_there_is_named_before_anything_is_written(tmp_path):
