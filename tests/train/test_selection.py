@@ -10,6 +10,8 @@ from envace_jax.rollout.trajectory import ACT, TokenStream
 from envace_jax.train.batch import make_batch
 from envace_jax.train.packing import balance_rows
 from envace_jax.train.selection import FIRST_REFILL, sample_with_signal, shape_rewards
+from envace_jax.train.state import data_shards, place_batch
+from models.qwen3.sharding import make_mesh
 
 
 def episode(reward, length=4, **fields):
@@ -87,6 +89,22 @@ def test_data_shards_get_as_many_tokens_and_no_row_is_lost():
     for name in ("tokens", "advantages", "roles"):
         one, other = getattr(batch, name), getattr(balanced, name)
         assert sorted(map(tuple, one.tolist())) == sorted(map(tuple, other[filled > 0].tolist()))
+
+
+def test_on_eight_devices_each_has_as_many_tokens_to_attend_to():
+    lengths = range(34, 66, 2)  # so long that each has a row of its own
+    episodes = [episode(1.0, n, trajectory=n) for n in lengths]
+    batch, trained = make_batch(episodes, [{1: 1.0}] * 16, 64, TrainConfig())
+    mesh = make_mesh(4, 2, 1)
+
+    def tokens(batch):
+        placed, used = place_batch(batch, 2, mesh)
+        assert placed.segments.shape == (1, 16, 64) and used == 1
+        return [int((np.asarray(shard.data) > 0).sum()) for shard in placed.segments.addressable_shards]
+
+    assert len(set(tokens(batch))) == 8
+    balanced, _ = balance_rows(batch, trained, data_shards(mesh), micro_batch=2)
+    assert tokens(balanced) == [sum(lengths) // 8] * 8
 
 
 def test_rows_without_anything_to_train_come_last():
