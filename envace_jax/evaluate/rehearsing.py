@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from envace_jax.config import ConfigError
 from envace_jax.evaluate.mini import SETTINGS as MINI
 from envace_jax.evaluate.mini import SLOTS, _do_nothing, _make_engine, _replies_right
 from envace_jax.evaluate.results import Measure, Result, mean_measure, report, share_measure
+from envace_jax.evaluate.show import progress_bar
 from envace_jax.rehearse import (
     ACTOR,
     PLANNER,
@@ -36,11 +37,16 @@ from envace_jax.tasks.mini import Shop, mini_tasks
 
 
 def evaluate_rehearsal(
-    policies: Mapping[str, Policy], tasks: Sequence[Task], settings: RehearseSettings, at_once: int | None = None
+    policies: Mapping[str, Policy],
+    tasks: Sequence[Task],
+    settings: RehearseSettings,
+    at_once: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Measure], list[Course]]:
     """Measures by name, and what happened in each task.
 
     policies: who acts, plans and rehearses, by those names. at_once: how many tasks go on side by side; None: all.
+    progress: called with the numbers of finished and of all tasks.
     """
     shops = [Shop(task.meta["records"]) for task in tasks]
     began = time.perf_counter()
@@ -51,6 +57,7 @@ def evaluate_rehearsal(
                 for i, (task, shop) in enumerate(zip(tasks, shops, strict=True))
             ],
             at_once,
+            progress or (lambda ended, of: None),
         ),
         policies,
     )
@@ -114,7 +121,8 @@ def rehearsal(
         chat = ChatTokenizer.from_pretrained(tokenizer_directory(base))
         other = local_policy(load_model(base), chat, chosen, max_length, seed)
         policies |= {REHEARSER: other} | ({PLANNER: other} if base_plays == PLANNER else {})
-    measures, courses = evaluate_rehearsal(policies, chosen, settings, at_once)
+    with progress_bar("tasks") as progress:
+        measures, courses = evaluate_rehearsal(policies, chosen, settings, at_once, progress)
     if decisions is not None:
         Path(decisions).write_text("", encoding="utf-8")
         for course in courses:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,20 +76,27 @@ def say(ask: Ask) -> Speech[Spoken]:
     return spoken
 
 
-def together(speeches: Sequence[Speech[T]], at_once: int | None = None) -> Speech[list[T]]:
+def together(
+    speeches: Sequence[Speech[T]],
+    at_once: int | None = None,
+    progress: Callable[[int, int], None] = lambda ended, of: None,
+) -> Speech[list[T]]:
     """Several speeches side by side: what they ask at the same time is asked in one batch.
 
     at_once: most that have begun and not ended; None: all. A local policy keeps the streams of so many.
+    progress: called with the numbers of ended and of all speeches.
     """
     results: list[Any] = [None] * len(speeches)
     pending: dict[int, list[Ask]] = {}
-    waiting = deque(range(len(speeches)))
+    waiting, ended = deque(range(len(speeches))), set()
 
     def advance(i: int, answer: list[Spoken] | None) -> None:
         try:
             pending[i] = speeches[i].send(answer)
         except StopIteration as stop:
             results[i] = stop.value
+            ended.add(i)
+            progress(len(ended), len(speeches))
 
     def begin() -> None:
         while waiting and (at_once is None or len(pending) < at_once):
