@@ -97,12 +97,16 @@ def export(
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or a checkpoint.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New HF directory.", show_default=False)],
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    max_shard_size: Annotated[str, typer.Option(help="Of a weight file, such as 500MB.")] = "5GB",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read it back and compare every tensor, and logits.")
+    ] = False,
 ) -> None:
     """Turn a checkpoint into a Hugging Face directory that vLLM, SGLang and transformers read."""
     from envace_jax import train
 
-    train.export(source, out, dtype=dtype)
+    train.export(source, out, dtype=dtype, max_shard_size=max_shard_size, verify=verify, say=print)
 
 
 @app.command("import", epilog=example("envace import Qwen3-8B checkpoints/qwen3-8b"))

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from envace_jax.config import Config
-from launch.costs import EFFICIENCY, decode_seconds, guess_peak, parameter_count, step_flops, step_seconds
+from launch.costs import EFFICIENCY, decode_seconds, guess_peak, kept_bytes, parameter_count, step_flops, step_seconds
 from launch.hlo import Collective, collectives
 from launch.programs import lower, make_plan, mesh_sizes, read_model
 from launch.topology import Topology, larger, parse_topology
@@ -56,10 +56,10 @@ class Report:
     topology: Topology
     mesh: tuple[int, int, int]
     micro_batch: int
-    remat: bool
+    remat: str
     parameters_bytes: int
     optimizer_bytes: int
-    activations_bytes: int  # by formula: the layer inputs that the backward pass keeps; part of the temporaries
+    activations_bytes: int  # by formula: what is kept of the layers for the backward pass; part of the temporaries
     programs: tuple[Program, ...]
     flops: float
     seconds: float
@@ -87,7 +87,7 @@ class Report:
             f"mesh.fsdp={fsdp}",
             f"mesh.tp={tp}",
             f"train.micro_batch={self.micro_batch}",
-            f"train.remat={str(self.remat).lower()}",
+            f"train.remat={self.remat}",
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +167,6 @@ def measure(config: Config, topology: Topology) -> Report:
     useful, executed = step_flops(config, model, rows, shapes.row_length)
     by_name = {program.name: program for program in programs}
     sizes = mesh_sizes(config.mesh, topology)
-    layers = model.num_hidden_layers if config.train.remat else 0
     cache = 2 * model.num_hidden_layers * shapes.max_length * model.num_key_value_heads * model.head_dim * 2
     held = shapes.slots if shapes.slots % (sizes[0] * sizes[1]) else shapes.slots // (sizes[0] * sizes[1])
     return Report(
@@ -175,10 +174,10 @@ def measure(config: Config, topology: Topology) -> Report:
         topology=topology,
         mesh=sizes,
         micro_batch=config.train.micro_batch,
-        remat=config.train.remat,
+        remat=config.train.remat_policy,
         parameters_bytes=parameters,
         optimizer_bytes=optimizer,
-        activations_bytes=layers * config.train.micro_batch * shapes.row_length * model.hidden_size * 2,
+        activations_bytes=kept_bytes(config, model, sizes[2]),
         programs=tuple(programs),
         flops=useful,
         seconds=step_seconds(executed, _moved(by_name["train"]), topology),
@@ -213,7 +212,7 @@ def candidates(config: Config, report: Report) -> Iterator[tuple[Config, Topolog
                 # More rows than episodes would be padding alone.
                 if (topology.chips, data, fsdp, tp, micro_batch) == asked or data * fsdp * micro_batch > episodes:
                     continue
-                train = dataclasses.replace(config.train, micro_batch=micro_batch, remat=True)
+                train = dataclasses.replace(config.train, micro_batch=micro_batch, remat="layer")
                 mesh = dataclasses.replace(config.mesh, data=data, fsdp=fsdp, tp=tp)
                 changed = dataclasses.replace(config, train=train, mesh=mesh)
                 peak = guess_peak(changed, model, data, fsdp, tp).peak
@@ -255,12 +254,12 @@ def describe(report: Report) -> str:
     train = report.program("train")
     lines = [
         f"{report.model} on {topology.name} ({topology.product}, {topology.chips} chips), mesh data={data} fsdp={fsdp} "
-        f"tp={tp}, micro_batch={report.micro_batch}, remat {'on' if report.remat else 'off'}",
+        f"tp={tp}, micro_batch={report.micro_batch}, remat {report.remat}",
         "",
         "on each chip:",
         f"  parameters          {_gb(report.parameters_bytes)}",
         f"  optimizer           {_gb(report.optimizer_bytes)}",
-        f"  activations         {_gb(report.activations_bytes)}   layer inputs kept for the backward pass, by formula",
+        f"  activations         {_gb(report.activations_bytes)}   kept for the backward pass, by formula",
         f"  temporaries         {_gb(train.temporaries)}   of the training step, activations included",
     ]
     for program in report.programs:

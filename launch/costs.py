@@ -36,12 +36,13 @@ def step_flops(config: Config, model: Qwen3Config, rows: int, length: int) -> tu
     """(useful, executed) operations of a training step over `rows` rows, all chips together.
 
     Useful: forward and backward, three forward passes, for each update, and one for each frozen or old policy that is
-    scored. Executed: one more for each update where layers are recomputed.
+    scored. Executed: one more for each update where layers are recomputed, and without the results that are kept.
     """
     forward = forward_flops(model, rows, length)
     scored = (config.grpo.kl != "none") + (config.train.old_logps == "recompute")
     updates = config.train.updates_per_batch
-    return forward * (3 * updates + scored), forward * ((4 if config.train.remat else 3) * updates + scored)
+    passes = 4 if config.train.remat_policy in ("layer", "offload") else 3
+    return forward * (3 * updates + scored), forward * (passes * updates + scored)
 
 
 def step_seconds(executed: float, collective_bytes: float, topology: Topology) -> float:
@@ -81,7 +82,7 @@ def guess_peak(config: Config, model: Qwen3Config, data: int, fsdp: int, tp: int
     rows = train.micro_batch
     inner = 2 * rows * length * (6 * model.hidden_size + 3 * model.intermediate_size / tp)
     layers = model.num_hidden_layers
-    saved = 2 * rows * length * model.hidden_size * layers if train.remat else inner * layers
+    saved = kept_bytes(config, model, tp)
     gathered = 2 * 2 * (_matrices(model) + 2 * model.vocab_size * model.hidden_size) / tp
     logits = 4 * 4 * rows * _LOGITS_CHUNK * model.vocab_size / tp
     update = parameters + optimizer + reference + gradients + saved + inner + gathered + logits
@@ -92,6 +93,23 @@ def guess_peak(config: Config, model: Qwen3Config, data: int, fsdp: int, tp: int
     scores = 2.5 * 4 * here * 512 * rollout.max_length * model.num_attention_heads / tp
     sampling = parameters * 1.5 + optimizer + reference + cache + scores + gathered
     return Guess(update, sampling)
+
+
+def kept_bytes(config: Config, model: Qwen3Config, tp: int) -> int:
+    """Bytes that the layers of one micro-batch keep on a chip for the backward pass, in 16 bits: their inputs
+    (`layer`), the results of matrix products too (`dots`), those of the elementwise functions too (`none`), or nothing
+    (`offload`: the inputs wait in the host's memory)."""
+    train, hidden = config.train, model.hidden_size
+    tokens = train.micro_batch * (train.row_length or config.rollout.max_length)
+    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    mlp = 2 * model.intermediate_size
+    each = {
+        "offload": 0,
+        "layer": hidden,
+        "dots": 3 * hidden + (heads + mlp) / tp,
+        "none": 6 * hidden + (3 * heads + 1.5 * mlp) / tp,
+    }[train.remat_policy]
+    return int(2 * tokens * model.num_hidden_layers * each)
 
 
 def _matrices(model: Qwen3Config) -> int:

@@ -109,8 +109,9 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     settings = {
         "param_dtype": jnp.dtype(train.param_dtype),
         "dtype": jnp.dtype("bfloat16" if train.compute_dtype == "auto" else train.compute_dtype),
-        "remat": "layer" if train.remat else "none",
+        "remat": train.remat_policy,
         "attention": "splash",
+        "attention_block": train.attention_block,
         "mesh": mesh,
     }
     try:

@@ -179,7 +179,9 @@ class OptimConfig:
     grad_clip: float | None = 1.0  # global norm; null: off
     micro_batch: int = 8  # rows per forward and backward pass, on each data shard
     row_length: int | None = None  # width of a packed row; null: the longest episode allowed
-    remat: bool = True
+    # What the backward pass computes again: true is `layer`, false is `none`; see models/qwen3.
+    remat: Literal["none", "layer", "dots", "offload"] | bool = True
+    attention_block: int = 512  # queries and keys at a time of splash attention (TPU)
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
     save_every: int = 10  # steps between checkpoints
@@ -188,7 +190,16 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "learning_rate", "grad_clip", "micro_batch", "row_length")
         _require_positive("train", self, "save_every", "keep")
+        _require(
+            self.attention_block > 0 and self.attention_block % 128 == 0,
+            f"train.attention_block must be a multiple of 128, found {self.attention_block}",
+        )
         _require(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, found {self.warmup_steps}")
+
+    @property
+    def remat_policy(self) -> str:
+        """What the backward pass computes again, by the name it has in models/qwen3."""
+        return {True: "layer", False: "none"}.get(self.remat, self.remat)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ straight to their shards on whatever mesh asks for them.
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ from envace_jax.errors import CheckpointError
 from envace_jax.train.optim import named
 from envace_jax.train.state import TrainState
 from models.qwen3 import CheckpointError as ModelError
-from models.qwen3 import Qwen3, Qwen3Config, load_hf, save_hf
-from models.qwen3.sharding import state_shardings
+from models.qwen3 import Qwen3, Qwen3Config, compare_logits, load_hf, save_hf, verify_hf
+from models.qwen3.saving import check_target
+from models.qwen3.sharding import make_mesh, state_shardings
+from models.qwen3.weights import stored_dtype
 
 SOURCE, CHECKPOINTS = "model_source", "checkpoints"
 _ITEMS = ("params", "optimizer", "metadata")
@@ -163,17 +167,18 @@ def load_model(
     mesh: Mesh | None = None,
     param_dtype: Any = jnp.float32,
     dtype: Any = None,
-    *,
-    remat: str = "none",
+    **options: Any,
 ) -> Qwen3:
     """A model from a Hugging Face directory, a run directory (its latest checkpoint) or a checkpoint.
+
+    `options` are those of `Qwen3`: remat, attention, attention_block.
 
     Raises CheckpointError naming what is missing or wrong.
     """
     source = Path(source)
     if (source / "config.json").is_file() or not source.is_dir():
         try:
-            return load_hf(source, mesh, param_dtype, dtype, remat=remat)
+            return load_hf(source, mesh, param_dtype, dtype, **options)
         except (ModelError, ValueError) as error:
             raise CheckpointError(str(error)) from error
     run, step = _resolve(source)
@@ -181,7 +186,7 @@ def load_model(
         config = Qwen3Config.from_hf(checkpoints.metadata(step)["model"])
         try:
             abstract = nnx.eval_shape(
-                lambda: Qwen3(config, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=dtype, remat=remat, mesh=mesh)
+                lambda: Qwen3(config, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=dtype, mesh=mesh, **options)
             )
         except ValueError as error:  # the mesh does not divide the model
             raise CheckpointError(f"{source}: {error}") from error
@@ -228,20 +233,44 @@ def write_model_source(run: str | Path, like: str | Path, config: Qwen3Config) -
     return target
 
 
-def export(source: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> Path:
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_size: int | str = "5GB",
+    verify: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
     """Writes a run's latest checkpoint, or the checkpoint named, as a Hugging Face directory.
+
+    On several hosts every process must call this; parameters are spread over all devices, and process 0 writes.
 
     Args:
         source: RUN, RUN/checkpoints or RUN/checkpoints/STEP.
         out: must not exist or be empty.
         dtype: of the stored tensors: bfloat16, float16 or float32.
+        max_shard_size: of a weight file: bytes, or a text such as "500MB" or "5GB".
+        verify: read every tensor of `out` back and compare it, and the logits with those of transformers where torch
+            is installed (on one host only).
+        say: is told what was verified.
 
     Raises CheckpointError naming what is missing, damaged or in the way.
     """
     run, _ = _resolve(Path(source))
-    like = _model_source(run)
+    like, size = _model_source(run), _bytes(max_shard_size)
     try:
-        save_hf(load_model(source), out, dtype, like=like)
+        check_target(out, dtype, like, max_shard_size=size)  # before minutes of loading
+        model = load_model(source, _spread(like), param_dtype=jnp.dtype(dtype))
+        save_hf(model, out, dtype, like=like, max_shard_size=size)
+        if verify:
+            say(f"{verify_hf(model, out)} tensors read back, all as they were saved")
+            del model
+            difference = compare_logits(out) if jax.process_count() == 1 else None
+            compared = (
+                "not compared: torch is not here" if difference is None else f"differ by {difference:.1e} at most"
+            )
+            say(f"logits of transformers, as a share of the largest: {compared}")
     except (ModelError, OSError) as error:
         raise CheckpointError(str(error)) from error
     return Path(out)
@@ -250,17 +279,38 @@ def export(source: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> P
 def import_hf(source: str | Path, out: str | Path) -> Path:
     """Writes a Hugging Face directory as a run directory with one checkpoint, step 0, that `export` takes back.
 
+    Parameters keep the type they are stored in; whoever loads the checkpoint gets the type it asks for.
+
     Raises CheckpointError naming what is missing or damaged, or when `out` is not empty.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists and is not empty; choose another name or remove it")
-    model = load_model(source)
+    dtype = stored_dtype(source)
+    model = load_model(source, _spread(Path(source)), param_dtype=dtype)
     write_model_source(out, source, model.config)
     zero = jnp.zeros((), jnp.int32)
     with Checkpoints(out) as checkpoints:
-        checkpoints.save(TrainState(nnx.state(model), (), zero, zero + 0), {"model": model.config.to_hf("float32")})
+        checkpoints.save(TrainState(nnx.state(model), (), zero, zero + 0), {"model": model.config.to_hf(dtype.name)})
     return out
+
+
+def _spread(directory: Path) -> Mesh | None:
+    """A mesh of all devices for the model whose config.json lies in `directory`; None on one device."""
+    if jax.device_count() == 1 or not (directory / "config.json").is_file():
+        return None
+    try:
+        hidden = Qwen3Config.from_hf(directory).hidden_size
+    except (ValueError, KeyError):
+        return None  # loading says what is wrong
+    return make_mesh(data=-1, fsdp=math.gcd(jax.device_count(), hidden))
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(size).strip().upper())
+    if not match or not int(match[1]):
+        raise CheckpointError(f"max shard size {size!r}: expected bytes, or a text such as 500MB or 5GB")
+    return int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
 
 
 def _resolve(source: Path) -> tuple[Path, int | None]:

@@ -225,7 +225,8 @@ def _prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollou
     settings = {
         "param_dtype": jnp.dtype(train.param_dtype),
         "dtype": None if train.compute_dtype == "auto" else jnp.dtype(train.compute_dtype),
-        "remat": "layer" if train.remat else "none",
+        "remat": train.remat_policy,
+        "attention_block": train.attention_block,
     }
     found = checkpoints.latest()
     partner = Partner(out, keep=train.keep) if config.world.split_parameters else None

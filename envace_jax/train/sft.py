@@ -125,7 +125,8 @@ def _initial_model(config: SFTConfig, out: Path, mesh: Any) -> tuple[Qwen3, Chat
     settings = {
         "param_dtype": jnp.dtype(config.train.param_dtype),
         "dtype": None if config.train.compute_dtype == "auto" else jnp.dtype(config.train.compute_dtype),
-        "remat": "layer" if config.train.remat else "none",
+        "remat": config.train.remat_policy,
+        "attention_block": config.train.attention_block,
     }
     if config.model is not None:
         model = load_model(config.model, mesh, **settings)

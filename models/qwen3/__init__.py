@@ -3,6 +3,19 @@
 from models.qwen3.cache import KVCache, init_cache
 from models.qwen3.config import Qwen3Config, RopeScaling
 from models.qwen3.modeling import Qwen3
-from models.qwen3.weights import CheckpointError, load_hf, save_hf
+from models.qwen3.saving import save_hf
+from models.qwen3.verify import compare_logits, verify_hf
+from models.qwen3.weights import CheckpointError, load_hf
 
-__all__ = ["CheckpointError", "KVCache", "Qwen3", "Qwen3Config", "RopeScaling", "init_cache", "load_hf", "save_hf"]
+__all__ = [
+    "CheckpointError",
+    "KVCache",
+    "Qwen3",
+    "Qwen3Config",
+    "RopeScaling",
+    "compare_logits",
+    "init_cache",
+    "load_hf",
+    "save_hf",
+    "verify_hf",
+]

@@ -15,20 +15,21 @@ from models.qwen3 import sharding
 
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
 _BLOCK = 128  # queries at a time on a CPU
-_LANES = 128  # of a TPU register: splash attention wants lengths and head sizes in multiples of it
+LANES = 128  # of a TPU register: splash attention wants block and head sizes in multiples of it
+SPLASH_BLOCK = 512  # queries, and keys, that the kernel takes at a time
 
 
 def choose(implementation: str, *, length: int, head_dim: int, dtype) -> str:
     """Which kernel runs `self_attention`: "xla", "splash" (TPU) or "cudnn" (GPU).
 
-    `auto` takes the platform's flash kernel where it applies (splash: length and head_dim multiples of 128;
-    cuDNN: 16-bit types, even length, head_dim a multiple of 8 up to 128) and XLA elsewhere. The platform is that of
-    the process; to compile for another one, name the kernel.
+    `auto` takes the platform's flash kernel where it applies (splash: head_dim a multiple of 128, and at least 128
+    tokens; cuDNN: 16-bit types, even length, head_dim a multiple of 8 up to 128) and XLA elsewhere. The platform is
+    that of the process; to compile for another one, name the kernel.
     """
     if implementation != "auto":
         return implementation
     platform = jax.default_backend()
-    if platform == "tpu" and length % _LANES == 0 and head_dim % _LANES == 0:
+    if platform == "tpu" and length >= LANES and head_dim % LANES == 0:
         return "splash"
     if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and length % 2 == 0 and head_dim in range(8, 129, 8):
         return "cudnn"
@@ -43,15 +44,17 @@ def self_attention(
     *,
     implementation: str = "auto",
     mesh: Mesh | None = None,
+    block: int = SPLASH_BLOCK,
 ) -> jax.Array:
     """Causal attention of each row on itself, tokens seeing only those of their own segment.
 
     q [B, T, H, Dh], k and v [B, T, Hkv, Dh], segments int32[B, T] or None (one segment a row) -> [B, T, H, Dh].
+    `block` is how many queries and keys splash attention takes at a time; a row that it does not divide is padded.
     """
     length, head_dim = q.shape[1], q.shape[3]
     kernel = choose(implementation, length=length, head_dim=head_dim, dtype=q.dtype)
     if kernel == "splash":
-        return _splash(q, k, v, segments, mesh)
+        return _splash(q, k, v, segments, mesh, block)
     if kernel == "cudnn":
         mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
@@ -127,36 +130,45 @@ def _xla_one_token(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
     return jnp.einsum("bkgjd,kj->bkgd", out, eye.astype(v.dtype)).reshape(batch, 1, heads, head_dim)
 
 
-def _splash(q, k, v, segments, mesh: Mesh | None, interpret: bool = False) -> jax.Array:
+def _splash(
+    q, k, v, segments: jax.Array | None, mesh: Mesh | None, block: int = SPLASH_BLOCK, interpret: bool = False
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    length = q.shape[1]
+    block = min(block, _round_up(length, LANES))
+    missing = _round_up(length, block) - length
+    if segments is None:
+        segments = jnp.ones(q.shape[:2], jnp.int32)
+    if missing:
+        # Behind every real token, so that causality alone hides it from them.
+        q, k, v, segments = (jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v, segments))
+
     def local(q, k, v, segments):
         # Per device: [B, T, H, Dh] -> the kernel's [H, T, Dh], batched; it scales nothing itself.
-        kernel = _splash_kernel(q.shape[2], q.shape[1], interpret)
+        kernel = _splash_kernel(q.shape[2], q.shape[1], block, interpret)
         q = q * (1.0 / math.sqrt(q.shape[-1]))
         q, k, v = (x.swapaxes(1, 2) for x in (q.astype(k.dtype), k, v))
         out = jax.vmap(kernel)(q, k, v, segments)
         return out.swapaxes(1, 2)
 
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
-    if segments is None:
-        segments = jnp.ones(q.shape[:2], jnp.int32)
     ids = splash.SegmentIds(q=segments, kv=segments)
-    if mesh is None:
-        return local(q, k, v, ids)
-    batch = q.shape[0]
-    heads = sharding.activation_spec(mesh, ("batch", "length", "heads", "head_dim"), batch)
-    kv = sharding.activation_spec(mesh, ("batch", "length", "kv_heads", "head_dim"), batch)
-    rows = sharding.activation_spec(mesh, ("batch", "length"), batch)
-    specs = (heads, kv, kv, splash.SegmentIds(q=rows, kv=rows))
-    # Pallas calls carry no varying-axes information, so shard_map cannot check it.
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, ids)
+    if mesh is not None:
+        batch = q.shape[0]
+        heads = sharding.activation_spec(mesh, ("batch", "length", "heads", "head_dim"), batch)
+        kv = sharding.activation_spec(mesh, ("batch", "length", "kv_heads", "head_dim"), batch)
+        rows = sharding.activation_spec(mesh, ("batch", "length"), batch)
+        specs = (heads, kv, kv, splash.SegmentIds(q=rows, kv=rows))
+        # Pallas calls carry no varying-axes information, so shard_map cannot check it.
+        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    out = local(q, k, v, ids)
+    return out[:, :length] if missing else out
 
 
-def _splash_kernel(heads: int, length: int, interpret: bool):
+def _splash_kernel(heads: int, length: int, block: int, interpret: bool):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    block = max(size for size in (128, 256, 512) if length % size == 0)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -170,3 +182,7 @@ def _splash_kernel(heads: int, length: int, interpret: bool):
     mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
     make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1, interpret=interpret)
     return make(mask=mask, block_sizes=sizes)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -16,14 +16,16 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from models.qwen3.attention import IMPLEMENTATIONS, cached_attention, self_attention
+from models.qwen3.attention import IMPLEMENTATIONS, LANES, SPLASH_BLOCK, cached_attention, self_attention
 from models.qwen3.cache import KVCache
 from models.qwen3.config import Qwen3Config
 from models.qwen3.sharding import check_divisible, constrain
 
-REMAT = ("none", "layer", "dots")
+REMAT = ("none", "layer", "dots", "offload")
+_LAYER_INPUT = "layer_input"
 _FEW_ROWS = 32
 
 
@@ -101,8 +103,10 @@ class Qwen3(nnx.Module):
         param_dtype: type of the parameters.
         dtype: type of the arithmetic; None is bfloat16 on TPU and GPU, float32 on CPU.
         remat: what the backward pass recomputes: "none", "layer" (everything inside a layer), "dots" (all but the
-            results of matrix products with parameters).
+            results of matrix products with parameters), "offload" (as "layer", while the layers' inputs wait in the
+            host's memory).
         attention: kernel of whole-row attention; see `attention.choose`.
+        attention_block: queries and keys at a time of splash attention, a multiple of 128.
         mesh: where activations are laid out (see `sharding`); None constrains nothing.
     """
 
@@ -115,18 +119,22 @@ class Qwen3(nnx.Module):
         dtype=None,
         remat: str = "none",
         attention: str = "auto",
+        attention_block: int = SPLASH_BLOCK,
         mesh: Mesh | None = None,
     ):
         if remat not in REMAT:
             raise ValueError(f"remat {remat!r} is unknown; use one of {', '.join(REMAT)}")
         if attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention {attention!r} is unknown; use one of {', '.join(IMPLEMENTATIONS)}")
+        if attention_block < 1 or attention_block % LANES:
+            raise ValueError(f"attention_block={attention_block} must be a multiple of {LANES}")
         if mesh is not None:
             check_divisible(config, mesh)
         self.config = config
         self.dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
         self.remat = remat
         self.attention = attention
+        self.attention_block = attention_block
         self.mesh = mesh
 
         def table() -> nnx.Param:
@@ -183,11 +191,17 @@ class Qwen3(nnx.Module):
         arrays, index = self.layers.arrays(), jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
 
         if cache is None:
+            attend = functools.partial(
+                self_attention,
+                segments=segments,
+                implementation=self.attention,
+                mesh=self.mesh,
+                block=self.attention_block,
+            )
 
             def layer(x, w):
-                attend = functools.partial(
-                    self_attention, segments=segments, implementation=self.attention, mesh=self.mesh
-                )
+                if self.remat == "offload":
+                    x = checkpoint_name(x, _LAYER_INPUT)
                 return self._layer(x, w, angles, attend), None
 
             x, _ = jax.lax.scan(_remat(layer, self.remat), x, arrays)
@@ -243,6 +257,12 @@ def _remat(layer, policy: str):
     saved = {
         "layer": jax.checkpoint_policies.nothing_saveable,
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
     }[policy]
     # Inside a scan there is nothing for common-subexpression elimination to undo, so it need not be prevented.
     return jax.checkpoint(layer, policy=saved, prevent_cse=False)

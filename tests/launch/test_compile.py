@@ -27,7 +27,7 @@ def report(**changes):
         "topology": V5P_64,
         "mesh": (1, 32, 1),
         "micro_batch": 8,
-        "remat": True,
+        "remat": "layer",
         "parameters_bytes": 10**9,
         "optimizer_bytes": 2 * 10**9,
         "activations_bytes": 6 * 10**9,
@@ -88,7 +88,7 @@ def test_candidates_begin_with_the_slice_that_was_asked_for():
     wide = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, micro_batch=2))
     found = list(candidates(wide, report(micro_batch=2)))
     assert found[0][1] == V5P_64
-    assert all(changed.train.remat and changed.train.micro_batch <= 2 for changed, _ in found)
+    assert all(changed.train.remat == "layer" and changed.train.micro_batch <= 2 for changed, _ in found)
     assert [topology.chips for _, topology in found] == sorted(topology.chips for _, topology in found)
 
 

@@ -52,16 +52,29 @@ def test_cached_attention_sees_slots_up_to_its_position(tokens):
     np.testing.assert_allclose(out, plain(q[:, :tokens], k, v, mask), atol=1e-5)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_splash_equals_the_plain_formula(sharded):
-    # The TPU kernel, interpreted; sharded over rows and heads as on a pod.
-    q, k, v = inputs(2, 128, 4, 2, 128)
-    segments = np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], 32, axis=1)
+@pytest.mark.parametrize("length, block, sharded", [(128, 512, False), (128, 512, True), (200, 128, False)])
+def test_splash_equals_the_plain_formula(length, block, sharded):
+    # The TPU kernel, interpreted; sharded over rows and heads as on a pod; of a length that no block divides.
+    q, k, v = inputs(2, length, 4, 2, 128)
+    segments = np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], length // 4, axis=1)
     mesh = make_mesh(data=2, tp=2, devices=jax.devices()[:4]) if sharded else None
-    out = jax.jit(lambda q, k, v, s: attention._splash(q, k, v, s, mesh, interpret=True))(
+    out = jax.jit(lambda q, k, v, s: attention._splash(q, k, v, s, mesh, block, interpret=True))(
         q, k, v, jnp.asarray(segments)
     )
-    np.testing.assert_allclose(out, plain(q, k, v, causal(2, 128, segments)), atol=2e-5)
+    np.testing.assert_allclose(out, plain(q, k, v, causal(2, length, segments)), atol=2e-5)
+
+
+def test_gradients_of_splash_are_those_of_xla():
+    q, k, v = inputs(1, 136, 2, 1, 128)
+    segments = jnp.asarray(np.repeat([[1, 2]], 68, axis=1))
+    weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+    def gradient(attend):
+        return jax.jit(jax.grad(lambda *x: (attend(*x) * weights).sum(), argnums=(0, 1, 2)))(q, k, v)
+
+    found = gradient(lambda q, k, v: attention._splash(q, k, v, segments, None, 128, interpret=True))
+    expected = gradient(lambda q, k, v: attention.self_attention(q, k, v, segments, implementation="xla"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +82,8 @@ def test_splash_equals_the_plain_formula(sharded):
     [
         ("cpu", 256, 128, "float32", "xla"),
         ("tpu", 256, 128, "bfloat16", "splash"),
-        ("tpu", 200, 128, "bfloat16", "xla"),
+        ("tpu", 200, 128, "bfloat16", "splash"),
+        ("tpu", 100, 128, "bfloat16", "xla"),
         ("tpu", 256, 64, "bfloat16", "xla"),
         ("gpu", 200, 128, "bfloat16", "cudnn"),
         ("gpu", 201, 128, "bfloat16", "xla"),

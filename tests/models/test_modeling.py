@@ -201,17 +201,30 @@ def test_remat_saves_less_and_changes_no_gradient(small, tokens):
     state = nnx.state(small)
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     expected = gradient(state, "none")
-    for policy in ("layer", "dots"):
+    for policy in ("layer", "dots", "offload"):
         found = gradient(state, policy)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expected, found)
     assert saved_for_backward("layer") < saved_for_backward("dots") < saved_for_backward("none")
 
 
+def test_offloaded_layer_inputs_wait_in_the_hosts_memory(small, tokens):
+    def program(policy: str) -> str:
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda: Qwen3(SMALL, rngs=nnx.Rngs(0), remat=policy)))
+        return str(jax.make_jaxpr(jax.grad(lambda s: nnx.merge(graphdef, s)(tokens)[0].sum()))(nnx.state(small)))
+
+    layers_batch_length_hidden = "[2,3,12,16]"
+    assert f"f32<host>{layers_batch_length_hidden}" in program("offload")
+    assert f"f32{layers_batch_length_hidden}" not in program("offload")
+    assert f"f32{layers_batch_length_hidden}" in program("layer")
+
+
 def test_unknown_options_are_refused(tokens):
-    with pytest.raises(ValueError, match="none, layer, dots"):
+    with pytest.raises(ValueError, match="none, layer, dots, offload"):
         Qwen3(SMALL, rngs=nnx.Rngs(0), remat="full")
     with pytest.raises(ValueError, match="auto, xla, splash, cudnn"):
         Qwen3(SMALL, rngs=nnx.Rngs(0), attention="flash")
+    with pytest.raises(ValueError, match="multiple of 128"):
+        Qwen3(SMALL, rngs=nnx.Rngs(0), attention_block=100)
 
 
 def test_types_of_parameters_and_arithmetic(tokens):

@@ -138,6 +138,37 @@ def test_an_export_needs_the_run_directory_alone_and_may_name_a_step(tmp_path, h
     equal(nnx.state(load_model(run)), nnx.state(latest))
 
 
+def test_an_import_keeps_the_stored_type_and_comes_back_byte_for_byte(tmp_path, hf, tiny_model):
+    save_hf(tiny_model, tmp_path / "stored", "bfloat16", like=hf, max_shard_size=5000)
+    import_hf(tmp_path / "stored", tmp_path / "run")
+    with Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
+        assert checkpoints.metadata()["model"]["torch_dtype"] == "bfloat16"
+    exported, said = tmp_path / "out", []
+    export(tmp_path / "run", exported, max_shard_size="5KB", verify=True, say=said.append)
+    names = [path.name for path in sorted((tmp_path / "stored").iterdir())]
+    assert len(names) > 5 and names == [path.name for path in sorted(exported.iterdir())]
+    for name in names:
+        assert (exported / name).read_bytes() == (tmp_path / "stored" / name).read_bytes(), name
+    assert said[0] == "25 tensors read back, all as they were saved"  # 11 of each of two layers, and three
+    assert said[1].startswith("logits of transformers, as a share of the largest: ")
+
+
+def test_parameters_of_float32_are_rounded_once(tmp_path, hf, tiny_model):
+    import_hf(hf, tmp_path / "run")
+    save_hf(tiny_model, tmp_path / "direct", "bfloat16")
+    exported = export(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+    assert (exported / "model.safetensors").read_bytes() == (tmp_path / "direct" / "model.safetensors").read_bytes()
+
+
+def test_an_export_asks_before_it_loads(tmp_path, hf):
+    import_hf(hf, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="'int8' cannot be saved"):
+        export(tmp_path / "run", tmp_path / "out", dtype="int8")
+    with pytest.raises(CheckpointError, match="'5 apples': expected bytes, or a text such as 500MB"):
+        export(tmp_path / "run", tmp_path / "out", max_shard_size="5 apples")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["absent", "empty", "run/checkpoints/9"])
 def test_what_is_no_run_is_refused_by_name(tmp_path, state, name):
     (tmp_path / "empty").mkdir()
