@@ -56,11 +56,28 @@ def _options(
 
 
 @app.command(epilog=example("envace train configs/mini.yaml", "envace train configs/mini.yaml train.steps=20 seed=1"))
-def train(config: ConfigArg, overrides: Overrides = None) -> None:
-    """Train by role-wise GRPO; resumes by itself when output_dir holds a checkpoint."""
+def train(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", envvar="ENVACE_COORDINATOR", help="Where process 0 listens.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(envvar="ENVACE_PROCESSES", help="How many there are.", min=1)] = None,
+    process: Annotated[int | None, typer.Option(envvar="ENVACE_PROCESS", help="This one's number.", min=0)] = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", envvar="ENVACE_DISTRIBUTED", help="Find the others by the environment.")
+    ] = False,
+) -> None:
+    """Train by role-wise GRPO; resumes by itself when output_dir holds a checkpoint.
+
+    On several hosts: the same command on each, told of the others by options, by variables, or by a TPU slice or SLURM.
+    """
     from envace_jax.config import load_config
 
     settings = load_config(config, overrides or ())
+    from envace_jax.train import start
+
+    start.connect(coordinator, processes, process, search=distributed, faults=settings.faults)
     from envace_jax import evaluate, train
 
     train.run(settings, evaluate=evaluate.during_training(settings))

@@ -35,4 +35,4 @@ gcloud compute tpus tpu-vm scp "$archive" "$name:envace.tar.gz" "${where[@]}" --
 setup="mkdir -p envace && tar xzf envace.tar.gz -C envace && cd envace"
 setup+=" && { test -x .venv/bin/envace || { python3 -m venv .venv && .venv/bin/pip install -q -e '.[tpu]'; }; }"
 gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all \
-  --command "$setup && export PATH=\$PWD/.venv/bin:\$PATH && $(printf '%q ' "$@")"
+  --command "$setup && export ENVACE_DISTRIBUTED=1 PATH=\$PWD/.venv/bin:\$PATH && $(printf '%q ' "$@")"

@@ -4,12 +4,13 @@
 `save_config` writes the resolved form into the run directory; `diff_on_resume` names what may not change.
 """
 
-from envace_jax.config.load import diff_on_resume, from_dict, load_config, save_config, to_dict
+from envace_jax.config.load import MAY_CHANGE, diff_on_resume, flatten, from_dict, load_config, save_config, to_dict
 from envace_jax.config.schema import (
     AdvantageConfig,
     Config,
     EndpointConfig,
     EvalConfig,
+    FaultsConfig,
     LoggingConfig,
     MeshConfig,
     OptimConfig,
@@ -25,11 +26,13 @@ from envace_jax.config.schema import (
 from envace_jax.errors import ConfigError
 
 __all__ = [
+    "MAY_CHANGE",
     "AdvantageConfig",
     "Config",
     "ConfigError",
     "EndpointConfig",
     "EvalConfig",
+    "FaultsConfig",
     "LoggingConfig",
     "MeshConfig",
     "OptimConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "TrainConfig",
     "WorldConfig",
     "diff_on_resume",
+    "flatten",
     "from_dict",
     "load_config",
     "save_config",

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 # What a resumed run may change: how far and where it runs and what is looked at, never what is being optimised.
 # `output_dir` is where the run was found, so a moved run directory resumes too.
-MAY_CHANGE = ("output_dir", "train.steps", "evaluation", "logging", "mesh")
+MAY_CHANGE = ("output_dir", "train.steps", "evaluation", "logging", "mesh", "faults")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[T] = Config) -> T:
@@ -50,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[T]
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
 
-    overridden = set(_flatten(OmegaConf.to_container(from_overrides)))
+    overridden = set(flatten(OmegaConf.to_container(from_overrides)))
 
     def place(key: str) -> str:
         return "command line" if any(k == key or k.startswith(key + ".") for k in overridden) else str(path)
@@ -106,7 +106,7 @@ def diff_on_resume(old: object, new: object) -> list[str]:
     Each side is a configuration or its plain dictionary. A key that only one side has counts as different.
     """
     absent = object()
-    before, after = (_flatten(side if isinstance(side, Mapping) else to_dict(side)) for side in (old, new))
+    before, after = (flatten(side if isinstance(side, Mapping) else to_dict(side)) for side in (old, new))
     return sorted(
         key
         for key in before.keys() | after.keys()
@@ -115,11 +115,12 @@ def diff_on_resume(old: object, new: object) -> list[str]:
     )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

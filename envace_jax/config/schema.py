@@ -261,10 +261,29 @@ class LoggingConfig:
     tensorboard: bool = True
     trajectories_every: int = 10  # steps between trajectory dumps; 0: never
     print_every: int = 1
+    profile: tuple[int, int] | None = None  # first and last step of a jax.profiler trace, under profile/
+    peak_flops: float | None = None  # of a chip, FLOP/s, for its utilisation; null: by the kind of device, where known
 
     def __post_init__(self) -> None:
         _require(self.trajectories_every >= 0, "logging.trajectories_every must be 0 (never) or positive")
-        _require_positive("logging", self, "print_every")
+        _require_positive("logging", self, "print_every", "peak_flops")
+        _require(
+            self.profile is None or 1 <= self.profile[0] <= self.profile[1],
+            f"logging.profile={self.profile}: expected the first and the last step, counted from 1",
+        )
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """How long a run bears with what does not come: other processes, and the store of its checkpoints."""
+
+    start_s: float = 50.0  # for all processes to come together
+    wait_s: float = 1800.0  # for the slowest process, within a step
+    heartbeat_s: float = 100.0  # without a sign of life, before a process counts as gone
+    saves_behind: int = 3  # checkpoints in a row that may fail before the run stops
+
+    def __post_init__(self) -> None:
+        _require_positive("faults", self, "start_s", "wait_s", "heartbeat_s", "saves_behind")
 
 
 @dataclass(frozen=True)
@@ -284,6 +303,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
         _require(

@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,9 +22,9 @@ from envace_jax.chat import ChatTokenizer
 from envace_jax.config import Config, RolloutConfig
 from envace_jax.errors import ConfigError
 from envace_jax.evaluate.agreement import agreement
-from envace_jax.evaluate.rehearsals import Outcome, rehearse_recorded
+from envace_jax.evaluate.rehearsals import rehearse_recorded
 from envace_jax.evaluate.statistics import share
-from envace_jax.rollout import RealWorld, make_rules, run_episodes
+from envace_jax.rollout import RealWorld, Trajectory, make_rules, run_episodes
 from envace_jax.sampling import Engine
 from envace_jax.tasks import Task
 from envace_jax.tasks.mini import WRITES, mini_tasks
@@ -61,7 +62,7 @@ def evaluate_mini(
     fidelity_tasks: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Figures by name, all floats: a function of its arguments alone.
+    """Figures by name, all floats: a function of its arguments alone. Several processes share the tasks.
 
         eval/success (+ _low, _high: Wilson, 95 %)        share of tasks solved at `temperature`; 0 is greedy
         eval/success/KIND, eval/success/held_out          of tasks with a goal of that kind; with a held-out pair
@@ -79,34 +80,47 @@ def evaluate_mini(
     """
     # Both ways to sample share one prefill of each prompt, as the members of a group do.
     heats = (temperature, 0.0) if greedy and temperature > 0 else (temperature,)
-    world = RealWorld()
     settings = dataclasses.replace(settings, group_size=len(heats), top_p=top_p)
-    everything = run_episodes(
-        engine, model, chat, tasks, settings=settings, world=world, seed=seed, temperature=heats, progress=progress
-    )
-    by_heat = []
-    for member in range(len(heats)):
-        episodes = everything[member :: len(heats)]
-        finals = [list(world.started[t.trajectory].records.values()) for t in episodes]
-        state = [final == task.meta["final_records"] for final, task in zip(finals, tasks, strict=True)]
-        solved = [
-            right and t.finish == "done" and _replies_right(task, t.messages)
-            for right, t, task in zip(state, episodes, tasks, strict=True)
+    from envace_jax.train.processes import processes
+
+    numbers = processes().share(len(tasks))
+    own = tasks[numbers.start : numbers.stop]
+
+    def played() -> list[dict[str, float]]:
+        world = RealWorld()
+        episodes = run_episodes(
+            engine,
+            model,
+            chat,
+            own,
+            settings=settings,
+            world=world,
+            seed=seed,
+            first_episode=numbers.start * len(heats),
+            temperature=heats,
+            progress=progress,
+        )
+        return [
+            _score(t, task, list(world.started[t.trajectory].records.values()))
+            for t, task in zip(episodes, (task for task in own for _ in heats), strict=True)
         ]
-        by_heat.append((episodes, state, solved))
-    episodes, state, solved = by_heat[0]
+
+    everything = [score for scores in processes().each("evaluation", played, repeatable=True) for score in scores]
+    by_heat = [everything[member :: len(heats)] for member in range(len(heats))]
+    episodes = by_heat[0]
+    solved = [score["solved"] for score in episodes]
     figures = _share("eval/success", solved)
     if len(by_heat) > 1:
-        figures |= _share("eval/success_greedy", by_heat[1][2])
+        figures |= _share("eval/success_greedy", [score["solved"] for score in by_heat[1]])
     for name, chosen in _kinds(tasks).items():
         figures |= _share(f"eval/success/{name}", [solved[i] for i in chosen])
-    generations = sum(len(t.generation_roles()) for t in episodes)
+    generations = sum(score["generations"] for score in episodes)
     figures |= {
         "eval/tasks": float(len(tasks)),
-        "eval/state": _mean(state),
-        "eval/reward": _mean([t.reward for t in episodes]),
-        "eval/parse_rate": sum(t.info["parsed"] for t in episodes) / max(generations, 1),
-        "eval/finish_done": _mean([t.finish == "done" for t in episodes]),
+        "eval/state": _mean([score["state"] for score in episodes]),
+        "eval/reward": _mean([score["reward"] for score in episodes]),
+        "eval/parse_rate": sum(score["parsed"] for score in episodes) / max(generations, 1),
+        "eval/finish_done": _mean([score["done"] for score in episodes]),
         "eval/turns": generations / max(len(tasks), 1),
         "eval/do_nothing": _mean([_do_nothing(task) for task in tasks]),
         "eval/state_unchanged": _mean([task.meta["records"] == task.meta["final_records"] for task in tasks]),
@@ -115,8 +129,23 @@ def evaluate_mini(
     if chosen:
         figures |= _fidelity(engine, model, chat, chosen, settings, seed)
         alone = dataclasses.replace(settings, group_size=1)
-        rehearsed = run_episodes(engine, model, chat, chosen, settings=alone, seed=seed, temperature=temperature)
-        figures |= agreement(rehearsed, chosen)
+        numbers = processes().share(len(chosen))
+
+        def rehearsed() -> list[dict[str, Any]]:
+            episodes = run_episodes(
+                engine,
+                model,
+                chat,
+                chosen[numbers.start : numbers.stop],
+                settings=alone,
+                seed=seed,
+                first_episode=numbers.start,
+                temperature=temperature,
+            )
+            return [{"reward": float(t.reward), "messages": list(t.messages)} for t in episodes]
+
+        parts = processes().each("evaluation of rehearsed episodes", rehearsed, repeatable=True)
+        figures |= agreement([SimpleNamespace(**t) for part in parts for t in part], chosen)
     return figures
 
 
@@ -136,7 +165,7 @@ def during_training(config: Config) -> Callable[[Qwen3, int], Mapping[str, float
     def evaluate(model: Qwen3, step: int) -> dict[str, float]:
         if not made:
             from envace_jax.train import tokenizer_directory
-            from envace_jax.train.loop import read_tokenizer
+            from envace_jax.train.job import read_tokenizer
 
             made["chat"] = read_tokenizer(tokenizer_directory(config.model), model.config)
             made["engine"] = _make_engine(model, made["chat"], tasks, settings)
@@ -177,7 +206,7 @@ def mini(
     from envace_jax.evaluate.results import Result, from_figures, report
     from envace_jax.evaluate.show import progress_bar
     from envace_jax.train import load_model, tokenizer_directory
-    from envace_jax.train.loop import read_tokenizer
+    from envace_jax.train.job import read_tokenizer
 
     try:
         chosen = list(mini_tasks(split, tasks, visibility=visibility))
@@ -235,6 +264,19 @@ def _make_engine(model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], setti
     )
 
 
+def _score(t: Trajectory, task: Task, final: list[Any]) -> dict[str, Any]:
+    """What an evaluation counts of an episode that left the shop with the records `final`."""
+    state = final == task.meta["final_records"]
+    return {
+        "state": state,
+        "solved": state and t.finish == "done" and _replies_right(task, t.messages),
+        "reward": float(t.reward),
+        "parsed": int(t.info["parsed"]),
+        "done": t.finish == "done",
+        "generations": len(t.generation_roles()),
+    }
+
+
 def _replies_right(task: Task, messages: Sequence[Mapping[str, Any]]) -> bool:
     replies = _replies(messages)
     wanted = task.meta["replies"]
@@ -265,31 +307,51 @@ def _kinds(tasks: Sequence[Task]) -> dict[str, list[int]]:
 def _fidelity(
     engine: Engine, model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig, seed: int
 ) -> dict[str, float]:
-    conversations = [(task.messages, task.tools) for task in tasks]
-    for task in tasks:
-        rng = random.Random(f"fidelity/{seed}/{task.id}")
-        conversations.append((play_task(task.messages, task.meta, rng, HABIT_WEIGHTS)[0], task.tools))
-    outcomes = rehearse_recorded(
-        engine,
-        model,
-        chat,
-        conversations,
-        make_rules(chat, settings).grammar,
-        writes=WRITES,
-        thinking=settings.thinking,
-    )
-    subsets: dict[str, Callable[[Outcome], bool]] = {
-        "expert": lambda o: o.case.conversation < len(tasks),
-        "habits": lambda o: o.case.conversation >= len(tasks),
-        "after_write": lambda o: o.case.after_write,
-        "refused": lambda o: o.case.refused,
+    from envace_jax.train.processes import processes
+
+    numbers = processes().share(len(tasks))
+    own = tasks[numbers.start : numbers.stop]
+
+    def rehearsed() -> list[dict[str, Any]]:
+        conversations = [(task.messages, task.tools) for task in own]
+        for task in own:
+            rng = random.Random(f"fidelity/{seed}/{task.id}")
+            conversations.append((play_task(task.messages, task.meta, rng, HABIT_WEIGHTS)[0], task.tools))
+        outcomes = rehearse_recorded(
+            engine,
+            model,
+            chat,
+            conversations,
+            make_rules(chat, settings).grammar,
+            writes=WRITES,
+            thinking=settings.thinking,
+        )
+        return [
+            {
+                "expert": o.case.conversation < len(own),
+                "after_write": o.case.after_write,
+                "refused": o.case.refused,
+                "tool": o.case.tool,
+                "exact": bool(o.exact),
+                "nll": float(o.nll),
+                "tokens": int(o.tokens),
+            }
+            for o in outcomes
+        ]
+
+    outcomes = [o for part in processes().each("evaluation of rehearsals", rehearsed, repeatable=True) for o in part]
+    subsets: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+        "expert": lambda o: o["expert"],
+        "habits": lambda o: not o["expert"],
+        "after_write": lambda o: o["after_write"],
+        "refused": lambda o: o["refused"],
     }
-    figures = _share("eval/fidelity_exact", [o.exact for o in outcomes])
-    figures["eval/fidelity_nll"] = sum(o.nll for o in outcomes) / max(sum(o.tokens for o in outcomes), 1)
+    figures = _share("eval/fidelity_exact", [o["exact"] for o in outcomes])
+    figures["eval/fidelity_nll"] = sum(o["nll"] for o in outcomes) / max(sum(o["tokens"] for o in outcomes), 1)
     for name, belongs in subsets.items():
-        figures |= _share(f"eval/fidelity_exact/{name}", [o.exact for o in outcomes if belongs(o)])
-    for tool in sorted({o.case.tool for o in outcomes}):
-        figures |= _share(f"eval/fidelity_exact/{tool}", [o.exact for o in outcomes if o.case.tool == tool])
+        figures |= _share(f"eval/fidelity_exact/{name}", [o["exact"] for o in outcomes if belongs(o)])
+    for tool in sorted({o["tool"] for o in outcomes}):
+        figures |= _share(f"eval/fidelity_exact/{tool}", [o["exact"] for o in outcomes if o["tool"] == tool])
     return figures
 
 

@@ -56,6 +56,10 @@ class Trajectory:
         index, first = np.unique(self.generations, return_index=True)
         return {int(g): int(self.roles[i]) for g, i in zip(index, first, strict=True) if g}
 
+    def sampled(self, role: int) -> int:
+        """How many tokens a role sampled."""
+        return int((self.roles == role).sum())
+
 
 class TokenStream:
     """Grows a `Trajectory` piece by piece: context as it is forced, generations as they are sampled."""

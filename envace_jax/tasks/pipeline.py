@@ -82,6 +82,7 @@ class TaskSteps:
         per_step: tasks of a step, over all processes.
         seed: of the order.
         process, processes: the step's tasks are cut into contiguous shares, the first ones longer by one if need be.
+        share: instead, which of the step's tasks are wanted.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class TaskSteps:
         seed: int = 0,
         process: int = 0,
         processes: int = 1,
+        share: range | None = None,
     ):
         import grain  # brings jax along, which this package does without
 
@@ -100,9 +102,10 @@ class TaskSteps:
             raise ValueError(f"process {process} of {processes}: must lie in 0..{processes - 1}")
         if not len(chosen):
             raise ValueError("there is no task to draw from")
-        small, longer = divmod(per_step, processes)
-        start = process * small + min(process, longer)
-        share = range(start, start + small + (process < longer))
+        if share is None:
+            small, longer = divmod(per_step, processes)
+            start = process * small + min(process, longer)
+            share = range(start, start + small + (process < longer))
 
         def read(numbers: Any) -> list[Task]:
             return [source[chosen[int(numbers[i])]] for i in share]

@@ -10,12 +10,13 @@ import numpy as np
 from envace_jax.config import AdvantageConfig, TrainConfig
 from envace_jax.grpo import ACT, CONTEXT, REHEARSE, TokenBatch, groups_with_signal, role_advantages
 from envace_jax.rollout.trajectory import Trajectory
+from envace_jax.train.outline import Outline
 from envace_jax.train.packing import pack
 
 FULL_REWARD = 1.0 - 1e-6
 
 
-def assign_advantages(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[dict[int, float]]:
+def assign_advantages(trajectories: Sequence[Trajectory | Outline], config: AdvantageConfig) -> list[dict[int, float]]:
     """The advantage of every generation of every trajectory, by its number; 0 where the trajectory is not valid."""
     columns = [
         (i, generation, role, t.reward - t.penalties.get(generation, 0.0))
@@ -64,12 +65,11 @@ def make_batch(
     return batch, np.asarray(batch.roles != CONTEXT).any(axis=1)
 
 
-def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def episode_metrics(trajectories: Sequence[Trajectory | Outline]) -> dict[str, float]:
     """What came of a step's episodes. Rewards are of valid ones; `tokens/*` are all that was sampled."""
     episodes = list({(t.group, t.trajectory): t for t in reversed(trajectories)}.values())[::-1]
     valid = [t for t in episodes if t.valid]
     rewards = np.asarray([t.reward for t in valid], np.float64)
-    roles = np.concatenate([t.roles for t in trajectories]) if trajectories else np.zeros(0, np.int8)
     groups = [t.group for t in valid]
     mixed = (
         {g for g, signal in zip(groups, groups_with_signal(rewards, groups), strict=True) if signal} if valid else ()
@@ -83,8 +83,8 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "episodes/mixed_groups": len(mixed) / max(len(set(groups)), 1),
         "episodes/tokens": sum(map(len, episodes)) / max(len(episodes), 1),
         "episodes/generations": sum(len(t.generation_roles()) for t in trajectories) / max(len(episodes), 1),
-        "tokens/act": float((roles == ACT).sum()),
-        "tokens/rehearse": float((roles == REHEARSE).sum()),
+        "tokens/act": float(sum(t.sampled(ACT) for t in trajectories)),
+        "tokens/rehearse": float(sum(t.sampled(REHEARSE) for t in trajectories)),
     }
     for reason, count in sorted(Counter(t.finish for t in episodes).items()):
         metrics[f"finish/{reason}"] = count / len(episodes)

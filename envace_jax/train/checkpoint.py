@@ -26,6 +26,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from envace_jax.errors import CheckpointError
 from envace_jax.train.optim import named
+from envace_jax.train.processes import processes
 from envace_jax.train.state import TrainState
 from models.qwen3 import CheckpointError as ModelError
 from models.qwen3 import Qwen3, Qwen3Config, compare_logits, load_hf, save_hf, verify_hf
@@ -49,19 +50,36 @@ class Checkpoints:
 
     def __init__(self, run: str | Path, *, keep: int | None = 3, read_only: bool = False):
         self.directory = Path(run).absolute() / CHECKPOINTS
+        self._keep, self._read_only = keep, read_only
+        self.set_aside: list[str] = []  # checkpoints found half-written, which do not count
+        self._open()
+
+    def _open(self) -> None:
         self._begun: int | None = None  # the step saved last
-        if not read_only and jax.process_index() == 0:
-            _set_aside_incomplete(self.directory)
+        if not self._read_only:
+            # Before any process looks which steps there are.
+            self.set_aside = processes().each("opening checkpoints", self._clean_up)[0]
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_names=_ITEMS,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=None if read_only else keep,
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-                read_only=read_only,
+                max_to_keep=None if self._read_only else self._keep,
+                create=not self._read_only,
+                cleanup_tmp_directories=not self._read_only,
+                read_only=self._read_only,
             ),
         )
+
+    def _clean_up(self) -> list[str]:
+        return _set_aside_incomplete(self.directory) if processes().index == 0 else []
+
+    def reopen(self) -> None:
+        """After a failure to write: what was begun is given up."""
+        try:
+            self._manager.close()
+        except Exception:  # the failure again
+            pass
+        self._open()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -78,7 +96,6 @@ class Checkpoints:
         step = int(state.step)
         if step == self._begun or step in _steps(self.directory):  # one that is still being written is not listed yet
             return
-        self._begun = step
         optimizer = {**_flat(state.opt_state), "step": state.step, "skipped": state.skipped}
         self._manager.save(
             step,
@@ -89,6 +106,7 @@ class Checkpoints:
             ),
             force=True,
         )
+        self._begun = step
 
     def restore(self, like: TrainState, step: int | None = None) -> TrainState:
         """The state saved at `step` (default: the latest), with the types and places of `like` (see `abstract_state`).
@@ -355,11 +373,17 @@ def _complete(checkpoint: Path) -> bool:
     return (checkpoint / "_CHECKPOINT_METADATA").is_file() and all((checkpoint / item).is_dir() for item in _ITEMS)
 
 
-def _set_aside_incomplete(directory: Path) -> None:
-    """Orbax takes any directory with a number for a checkpoint: a copy that broke off must not be the latest."""
+def _set_aside_incomplete(directory: Path) -> list[str]:
+    """Orbax takes any directory with a number for a checkpoint: a copy that broke off must not be the latest. What
+    Orbax itself left unfinished has another name, and it removes it. Returns the names of both."""
+    found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if path.name.isdecimal() and not _complete(path):
             path.rename(path.with_name(f"{path.name}.incomplete"))
+            found.append(path.name)
+        elif "orbax-checkpoint-tmp" in path.name:
+            found.append(path.name.partition(".")[0])
+    return found
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -30,10 +30,9 @@ def task_batches(
     chat: ChatTokenizer,
     *,
     thinking: bool = True,
-    process: int = 0,
-    processes: int = 1,
+    share: range | None = None,
 ) -> TaskBatches:
-    """batches(step) -> the `per_step` tasks of that step; of several processes, this one's share of them.
+    """batches(step) -> the `per_step` tasks of that step, or those of them with numbers in `share`.
 
     The embedded world makes new tasks for ever, or repeats its first `tasks.size`. Tasks from a file come in an order
     that is shuffled anew each time through; those with a first prompt over `tasks.max_prompt_tokens` are left out.
@@ -43,7 +42,7 @@ def task_batches(
     if config.kind == "mini":
 
         def made(step: int) -> list[Task]:
-            indices = range(step * per_step + process, (step + 1) * per_step, processes)
+            indices = [step * per_step + i for i in (range(per_step) if share is None else share)]
             if config.size is not None:
                 indices = [i % config.size for i in indices]
             tasks = []
@@ -77,5 +76,5 @@ def task_batches(
             f"{config.path}: no task to train on ({len(bad)} unreadable, {size - len(fits)} with a first prompt "
             f"over tasks.max_prompt_tokens={limit})"
         )
-    steps = TaskSteps(source, fits, per_step, seed=config.seed, process=process, processes=processes)
+    steps = TaskSteps(source, fits, per_step, seed=config.seed, share=share)
     return TaskBatches(steps, unruled)

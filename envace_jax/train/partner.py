@@ -23,12 +23,14 @@ DIRECTORY = "rehearser"
 
 
 class Partner:
-    """`state` is the current one; whoever updates it puts the next one there."""
+    """`state` is the current one; whoever updates it puts the next one there. `sampling` is the model that rehearses
+    while a step is sampled."""
 
     def __init__(self, run: Path, *, keep: int | None):
         self.directory = run / DIRECTORY
         self._checkpoints = Checkpoints(self.directory, keep=keep)
         self.state: TrainState
+        self.sampling: Qwen3
 
     def begin(
         self,
@@ -45,9 +47,6 @@ class Partner:
     def restore(self, like: TrainState, step: int) -> None:
         """Go on from `step`. Raises CheckpointError when it is not there."""
         self.state = self._checkpoints.restore(like, step)
-
-    def model(self, graphdef: nnx.GraphDef) -> Qwen3:
-        return nnx.merge(graphdef, self.state.params)
 
     def save(self, metadata: Mapping[str, Any]) -> None:
         """Returns when the checkpoint is complete: the run's own must never be ahead of it."""

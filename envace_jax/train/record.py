@@ -20,7 +20,7 @@ import jax
 from omegaconf import OmegaConf
 
 from envace_jax.chat import ChatTokenizer
-from envace_jax.config import diff_on_resume, save_config, to_dict
+from envace_jax.config import MAY_CHANGE, diff_on_resume, save_config, to_dict
 from envace_jax.errors import CheckpointError
 from envace_jax.rollout.trajectory import Trajectory
 from envace_jax.train.checkpoint import SOURCE, has_checkpoint
@@ -85,7 +85,7 @@ def _check_same_run(out: Path, config: Any) -> None:
         old = OmegaConf.to_container(OmegaConf.load(out / CONFIG))
     except Exception as error:  # YAML and OmegaConf raise what they please
         raise CheckpointError(f"{out / CONFIG}: cannot be read; choose another output_dir") from error
-    if not isinstance(old, dict) or old.keys() != new.keys():
+    if not isinstance(old, dict) or old.keys() - set(MAY_CHANGE) != new.keys() - set(MAY_CHANGE):
         raise CheckpointError(f"{out}: holds a run of another kind; choose another output_dir")
     keys = diff_on_resume(old, new)
     if keys:
@@ -174,13 +174,16 @@ def write_trajectories(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[Mapping[int, float]],
     chat: ChatTokenizer,
+    *,
+    process: int = 0,
 ) -> None:
-    """trajectories/step_000010.jsonl: one object a trajectory, with its text and its tokens; replaces an older one."""
-    if jax.process_index() != 0:
-        return
+    """trajectories/step_000010.jsonl: one object a trajectory, with its text and its tokens; replaces an older one.
+
+    Each process but the first writes its own to step_000010.PROCESS.jsonl.
+    """
     directory = Path(run) / "trajectories"
     directory.mkdir(exist_ok=True)
-    temporary = directory / ".tmp"
+    temporary = directory / f".tmp{process}"
     with open(temporary, "w", encoding="utf-8") as file:
         for t, own in zip(trajectories, advantages, strict=True):
             record = {
@@ -202,4 +205,5 @@ def write_trajectories(
                 "behavior_logps": [round(float(x), 5) for x in t.behavior_logps],
             }
             file.write(_dump(record))
-    os.replace(temporary, directory / f"step_{step:06d}.jsonl")
+    part = f".{process}" if process else ""
+    os.replace(temporary, directory / f"step_{step:06d}{part}.jsonl")

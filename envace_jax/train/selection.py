@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from envace_jax.config import RewardConfig
 from envace_jax.grpo import groups_with_signal, overlong_penalty
 from envace_jax.rollout.trajectory import Trajectory
+from envace_jax.train.outline import Outline
+
+Episode = TypeVar("Episode", Trajectory, Outline)
 
 # Refills take their tasks and draws from steps that no run comes to.
 FIRST_REFILL = 1 << 24
 
 
-def shape_rewards(trajectories: Sequence[Trajectory], config: RewardConfig, max_length: int) -> list[Trajectory]:
+def shape_rewards(trajectories: Sequence[Episode], config: RewardConfig, max_length: int) -> list[Episode]:
     """The trajectories as they are learned from, by `reward.overlong`.
 
     "mask": an episode that was cut by a budget is not valid. "shape": an episode's reward falls by up to 1 over the
@@ -36,13 +40,13 @@ def shape_rewards(trajectories: Sequence[Trajectory], config: RewardConfig, max_
 
 
 def sample_with_signal(
-    sample: Callable[[int], list[Trajectory]],
+    sample: Callable[[int], list[Episode]],
     step: int,
     *,
     groups: int,
     max_refills: int,
-    shape: Callable[[Sequence[Trajectory]], list[Trajectory]],
-) -> tuple[list[Trajectory], list[Trajectory]]:
+    shape: Callable[[Sequence[Episode]], list[Episode]],
+) -> tuple[list[Episode], list[Episode]]:
     """All episodes that a step samples, and those it learns from: of at most `groups` groups, all with signal.
 
     Args:
@@ -67,14 +71,14 @@ def sample_with_signal(
     return everything, [t for t in kept if t.group in first]
 
 
-def _with_signal(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def _with_signal(trajectories: Sequence[Episode]) -> list[Episode]:
     rewards, groups = [t.reward for t in trajectories], [t.group for t in trajectories]
     signal = groups_with_signal(rewards, groups, [t.valid for t in trajectories]) if trajectories else ()
     wanted = {group for group, has in zip(groups, signal, strict=True) if has}
     return [t for t in trajectories if t.group in wanted]
 
 
-def _renumbered(fresh: Sequence[Trajectory], before: Sequence[Trajectory]) -> list[Trajectory]:
+def _renumbered(fresh: Sequence[Episode], before: Sequence[Episode]) -> list[Episode]:
     group = max((t.group for t in before), default=-1) + 1
     number = max((t.trajectory for t in before), default=-1) + 1
     return [dataclasses.replace(t, group=t.group + group, trajectory=t.trajectory + number) for t in fresh]

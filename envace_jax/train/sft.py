@@ -25,7 +25,7 @@ from envace_jax.rehearse.demos import remembering
 from envace_jax.tasks.mini import vocabulary
 from envace_jax.train.checkpoint import SOURCE, Checkpoints, export, load_model, tokenizer_directory, write_model_source
 from envace_jax.train.initial import with_local_heads
-from envace_jax.train.loop import device_mesh, read_tokenizer
+from envace_jax.train.job import device_mesh, read_tokenizer
 from envace_jax.train.optim import make_optimizer, make_schedule
 from envace_jax.train.packing import pack, pad_fraction
 from envace_jax.train.progress import Progress
@@ -81,7 +81,7 @@ def sft(config: SFTConfig) -> Path:
                 }
                 step += 1
                 log.write(step, metrics)
-                stop = stopping.due(step)
+                stop = stopping.due()
                 if stop or step == train.steps or step % train.save_every == 0:
                     checkpoints.save(state, metadata)
                 shown = ("loss/act", "loss/rehearse", "time/step_s")

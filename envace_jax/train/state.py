@@ -88,12 +88,29 @@ def data_shards(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.LOGICAL_TO_MESH["batch"])
 
 
+def own_shards(mesh: Mesh | None) -> int:
+    """How many of the data shards are this process's; all processes have as many."""
+    if mesh is None:
+        return 1
+    return data_shards(mesh) // len({device.process_index for device in mesh.devices.flat})
+
+
+def fit_batch(rows: int, trained: np.ndarray, micro_batch: int, shards: int, capacity: int) -> tuple[int, int]:
+    """How many micro-batches of `micro_batch` rows on each of `shards` are used for `rows` rows, and their number N."""
+    size = micro_batch * shards
+    used = 0 if not trained.any() else int(np.flatnonzero(trained)[-1]) // size + 1
+    while capacity * size < rows:
+        capacity *= 2
+    return used, capacity
+
+
 def place_batch(
     batch: Batch, micro_batch: int, mesh: Mesh | None = None, *, trained: np.ndarray | None = None, capacity: int = 1
 ) -> tuple[Batch, int]:
     """A host batch [B, T] as micro-batches [N, M, T] on the devices, M = `micro_batch` rows on every data shard.
 
-    N is `capacity`, doubled until the rows fit; rows of zeros (no segment, no role) fill up.
+    N is `capacity`, doubled until the rows fit; rows of zeros (no segment, no role) fill up. On several processes each
+    brings its own rows, for its own shards; they must have agreed on an N that fits all (see `fit_batch`).
 
     Args:
         batch: any tree of [B, T] arrays.
@@ -106,12 +123,10 @@ def place_batch(
     Returns:
         the batch, and how many of its micro-batches are used.
     """
-    rows = micro_batch * data_shards(mesh)
     count = len(jax.tree.leaves(batch)[0])
     trained = np.ones(count, bool) if trained is None else np.asarray(trained)
-    used = 0 if not trained.any() else int(np.flatnonzero(trained)[-1]) // rows + 1
-    while capacity * rows < count:
-        capacity *= 2
+    used, capacity = fit_batch(count, trained, micro_batch, own_shards(mesh), capacity)
+    rows = micro_batch * own_shards(mesh)
 
     def place(x: Any) -> jax.Array:
         x = np.asarray(x)
@@ -121,7 +136,8 @@ def place_batch(
         if mesh is None:
             return jax.device_put(padded)
         spec = NamedSharding(mesh, P(None, sharding.LOGICAL_TO_MESH["batch"]))
-        return jax.make_array_from_callback(padded.shape, spec, lambda index: padded[index])
+        whole = (capacity, micro_batch * data_shards(mesh), *x.shape[1:])
+        return jax.make_array_from_process_local_data(spec, padded, whole)
 
     return jax.tree.map(place, batch), used
 
