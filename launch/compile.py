@@ -27,6 +27,11 @@ from launch.topology import Topology, larger, parse_topology
 from models.qwen3 import Qwen3Config
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# `Used 34.20G of 15.75G hbm`; `the total memory required for HLO temporaries (18.68G) exceeds available HBM (15.75G)`
+_REFUSALS = (
+    r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm",
+    r"memory required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM",
+)
 _PROPOSALS = 3  # compiled at most
 
 
@@ -242,9 +247,12 @@ def bytes_on_chip(tree: Any) -> int:
 
 
 def needed_bytes(message: str) -> int | None:
-    """What a program would take, from the compiler's refusal: `Used 34.20G of 15.75G hbm`; None for other errors."""
-    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
-    return int(float(match[1]) * _UNITS[match[2]]) if match else None
+    """What a program would take, or its temporaries alone where they are too much already, from the compiler's refusal;
+    None for other errors."""
+    for pattern in _REFUSALS:
+        if match := re.search(pattern, message):
+            return int(float(match[1]) * _UNITS[match[2]])
+    return None
 
 
 def describe(report: Report) -> str:
@@ -295,7 +303,7 @@ def _compile(name: str, make: Any, resident: int, unknown_trips: int) -> Program
         needed = needed_bytes(str(error))
         if needed is None:
             raise
-        reason = next(line for line in str(error).splitlines() if "Used " in line).strip()
+        reason = next(line for line in str(error).splitlines() if needed_bytes(line) is not None).strip()
         return Program(name, 0, 0, needed, 0, resident, {}, refused=reason)
     memory = compiled.memory_analysis()
     return Program(

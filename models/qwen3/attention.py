@@ -16,6 +16,7 @@ from models.qwen3 import sharding
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
 _BLOCK = 128  # queries at a time on a CPU
 LANES = 128  # of a TPU register: splash attention wants block and head sizes in multiples of it
+_SCORES = 2**25  # of one row over a cache that are held at a time: 128 MB
 SPLASH_BLOCK = 512  # queries, and keys, that the kernel takes at a time
 
 
@@ -71,10 +72,23 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
 
     q [B, T, H, Dh], k and v [B, S, Hkv, Dh], positions int32[B, T] -> [B, T, H, Dh].
     """
-    mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
-    if q.shape[1] == 1 and jax.default_backend() == "cpu":
-        return _xla_one_token(q, k, v, mask)
-    return _xla(q, k, v, mask)
+
+    def attend(q: jax.Array, positions: jax.Array) -> jax.Array:
+        mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+        if q.shape[1] == 1 and jax.default_backend() == "cpu":
+            return _xla_one_token(q, k, v, mask)
+        return _xla(q, k, v, mask)
+
+    batch, length, heads, _ = q.shape
+    block = length
+    while block % 2 == 0 and heads * block * k.shape[1] > _SCORES:
+        block //= 2
+    if block == length:
+        return attend(q, positions)
+    # Queries in turn: the scores of a long piece over a long cache would not fit beside the cache.
+    pieces = (x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1) for x in (q, positions))
+    out = jax.lax.map(lambda piece: attend(*piece), tuple(pieces))
+    return out.swapaxes(0, 1).reshape(q.shape)
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

@@ -81,6 +81,11 @@ def test_the_compilers_refusal_says_how_much_was_needed():
         "Used 34.50G of 15.75G hbm. Exceeded hbm capacity by 18.75G."
     )
     assert needed_bytes(message) == 34.5 * 2**30
+    message = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (18.68G) exceeds available HBM (15.75G). HLO module: jit_counted.\nSee https://openxla.org"
+    )
+    assert needed_bytes(message) == int(18.68 * 2**30)
     assert needed_bytes("INTERNAL: something else") is None
 
 

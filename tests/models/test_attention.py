@@ -52,6 +52,16 @@ def test_cached_attention_sees_slots_up_to_its_position(tokens):
     np.testing.assert_allclose(out, plain(q[:, :tokens], k, v, mask), atol=1e-5)
 
 
+def test_long_pieces_over_long_caches_go_in_blocks_of_queries(monkeypatch):
+    q, k, v = inputs(2, 24, 4, 2, 8)
+    q, positions = q[:, :12], jnp.asarray(np.arange(12) + np.array([[3], [9]]))
+    whole = attention.cached_attention(q, k, v, positions)
+    monkeypatch.setattr(attention, "_SCORES", 4 * 24 * 3)  # three queries at a time
+    program = jax.make_jaxpr(attention.cached_attention)(q, k, v, positions)
+    assert "f32[2,2,2,3,24]" in str(program) and "f32[2,2,2,12,24]" not in str(program)
+    np.testing.assert_allclose(attention.cached_attention(q, k, v, positions), whole, atol=1e-6)
+
+
 @pytest.mark.parametrize("length, block, sharded", [(128, 512, False), (128, 512, True), (200, 128, False)])
 def test_splash_equals_the_plain_formula(length, block, sharded):
     # The TPU kernel, interpreted; sharded over rows and heads as on a pod; of a length that no block divides.
