@@ -146,6 +146,8 @@ def run(config: Config, topology: str, *, as_json: bool = False, proposal: bool 
     """
     # One line of text or JSON is wanted, not the compiler's own account of a machine that has no TPU.
     logging.getLogger("jax").setLevel(logging.ERROR)
+    # What is compiled for chips that are not here can be stored, but not read back without them.
+    jax.config.update("jax_enable_compilation_cache", False)
     report = measure(config, parse_topology(topology))
     if proposal and not report.fits:
         report = dataclasses.replace(report, proposal=propose(config, report))
