@@ -94,6 +94,7 @@ class Endpoint:
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.asked = request  # for scripts that answer by content
                 with outer._lock:
                     number = len(outer.requests)
                     outer.requests.append(request | {"path": self.path, "key": self.headers["Authorization"]})
