@@ -1,8 +1,13 @@
 """What is saved are the same bytes that were loaded, whole or not at all, and it can be checked."""
 
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -161,3 +166,28 @@ def test_verification_lists_every_difference(untied, tied, tmp_path):
     ]
     with pytest.raises(CheckpointError, match="no .safetensors"):
         verify_hf(untied.model, tmp_path)
+
+
+@pytest.mark.slow(reason="starts two processes")
+def test_two_processes_save_the_model_that_both_hold(tiny, tmp_path):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    program = Path(__file__).with_name("save_pair.py")
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(program.parents[2]),
+    }
+    out = tmp_path / "out"
+    command = [sys.executable, str(program)]
+    started = [
+        subprocess.Popen([*command, str(i), str(port), tiny.directory, out], env=environment, stdout=subprocess.PIPE)
+        for i in range(2)
+    ]
+    first, second = (json.loads(process.communicate(timeout=500)[0].splitlines()[-1]) for process in started)
+    assert first["verified"] == second["verified"] == 3 * 11 + 2 + (not tiny.model.config.tie_word_embeddings)
+    assert (out / WEIGHTS).read_bytes() == (tiny.directory / WEIGHTS).read_bytes()
+    # Only the first sees that the directory is taken; the second must not wait for it.
+    assert "not empty" in first["again"] and "another process" in second["again"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
