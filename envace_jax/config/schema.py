@@ -105,7 +105,7 @@ class RolloutConfig:
     turn_tokens: int = 8000  # one act generation
     response_tokens: int = 2000  # one rehearse generation
     engine: Literal["hosted", "fused"] = "fused"
-    slots: int | None = None  # rows of the KV cache; null: one per episode of a step
+    slots: int | None = None  # rows of the KV cache, over all processes; null: one per episode of a step
     look_every: int = 64  # fused: tokens between two looks of the host
 
     def __post_init__(self) -> None:

@@ -313,6 +313,8 @@ def _fidelity(
     own = tasks[numbers.start : numbers.stop]
 
     def rehearsed() -> list[dict[str, Any]]:
+        if not own:  # more processes than tasks
+            return []
         conversations = [(task.messages, task.tools) for task in own]
         for task in own:
             rng = random.Random(f"fidelity/{seed}/{task.id}")

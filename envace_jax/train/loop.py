@@ -120,7 +120,8 @@ def _train(
             advantages = assign_advantages(sampled.learned, config.advantage)
             trajectories, own = job.own(sampled, advantages)
             rate = schedule((step - int(state.skipped)) * train.updates_per_batch)
-            told = judged | {"rollout_s": sampled.seconds, "judge_s": job.judge_seconds()}
+            synced = everyone.waited()
+            told = judged | {"rollout_s": sampled.seconds, "judge_s": job.judge_seconds(), "sync_s": synced}
             roles = (ACT, REHEARSE) if job.partner is None else (ACT,)
             state, metrics, told = job.learn(state, trajectories, own, roles, told)
             if job.partner is not None:
@@ -137,7 +138,9 @@ def _train(
                 "time/rollout_s": ready - began,
                 "time/train_s": ended - ready,
                 "time/judge_s": sum(figures["judge_s"] for figures in told),
-                "time/sync_s": everyone.waited(),
+                "time/sync_s": synced + everyone.waited(),
+                # The last one to come waits for nobody: what is left is what agreeing takes.
+                "time/agreement_s": min(figures["sync_s"] for figures in told),
                 "time/checkpoint_s": saved_s,  # of the step before: a line is written before its checkpoint
             }
             metrics |= _throughput(job, sampled.learned, metrics, [figures["rollout_s"] for figures in told])

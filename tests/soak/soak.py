@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train")]
 OF_THE_CLOCK = ("time/", "throughput/", "compile/")
-START_S, HEARTBEAT_S = 40.0, 5.0
+START_S, HEARTBEAT_S = 120.0, 15.0
 
 
 def worker(process: int, processes: int, port: int, policy: str, out: str, steps: int) -> None:
