@@ -32,6 +32,7 @@ _REFUSALS = (
     r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm",
     r"memory required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM",
 )
+_UNREADABLE = "install the libtpu that this jax was made with: pip install 'jax[tpu]'"
 _PROPOSALS = 3  # compiled at most
 
 
@@ -45,7 +46,7 @@ class Program:
     temporaries: int
     code: int
     resident: int  # what lies beside it: optimizer state during rollout, the reference policy
-    collectives: dict[str, Collective]
+    collectives: dict[str, Collective] | None  # None: the compiled program could not be read
     refused: str | None = None  # the compiler's word when it does not fit; the sizes are then its total alone
 
     @property
@@ -113,7 +114,7 @@ class Report:
             "optimizer_bytes": self.optimizer_bytes,
             "activations_bytes": self.activations_bytes,
             "temporary_bytes": train.temporaries,
-            "collectives": {kind: dataclasses.asdict(value) for kind, value in train.collectives.items()},
+            "collectives": _as_dicts(train.collectives),
             "flops": self.flops,
             "seconds_estimate": self.seconds,
             "decode_seconds_estimate": self.decode_seconds,
@@ -123,7 +124,7 @@ class Report:
                     "argument_bytes": program.arguments,
                     "temporary_bytes": program.temporaries,
                     "resident_bytes": program.resident,
-                    "collectives": {kind: dataclasses.asdict(value) for kind, value in program.collectives.items()},
+                    "collectives": _as_dicts(program.collectives),
                     "refused": program.refused,
                 }
                 for program in self.programs
@@ -276,7 +277,9 @@ def describe(report: Report) -> str:
         note = f"   refused: {program.refused}" if program.refused else ""
         lines.append(f"  peak of {program.name:<11} {_gb(program.peak)}   of {_gb(chip.hbm_bytes).strip()}{note}")
     for program in report.programs:
-        for kind, value in program.collectives.items():
+        if program.collectives is None:
+            lines.append(f"  {program.name}: collectives unknown; {_UNREADABLE}")
+        for kind, value in (program.collectives or {}).items():
             lines.append(f"  {program.name}: {kind} x {value.count}, {_gb(value.bytes).strip()}")
     verdict = "fits" if report.fits else "does not fit"
     lines += [
@@ -315,12 +318,24 @@ def _compile(name: str, make: Any, resident: int, unknown_trips: int) -> Program
         temporaries=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
         resident=resident,
-        collectives=collectives(compiled.as_text(), unknown_trips),
+        collectives=_read_collectives(compiled, unknown_trips),
     )
 
 
+def _read_collectives(compiled: jax.stages.Compiled, unknown_trips: int) -> dict[str, Collective] | None:
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # jaxlib parses what libtpu writes, and knows the HLO of its own time only
+        return None
+    return collectives(text, unknown_trips)
+
+
+def _as_dicts(found: dict[str, Collective] | None) -> dict[str, dict[str, int]] | None:
+    return None if found is None else {kind: dataclasses.asdict(value) for kind, value in found.items()}
+
+
 def _moved(program: Program) -> int:
-    return sum(value.bytes for value in program.collectives.values())
+    return sum(value.bytes for value in (program.collectives or {}).values())
 
 
 def _gb(size: float) -> str:

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from envace_jax.config import Config, MeshConfig, load_config
 from envace_jax.errors import ConfigError
 from launch import parse_topology
-from launch.compile import Program, Report, candidates, describe, needed_bytes
+from launch.compile import Program, Report, _read_collectives, candidates, describe, needed_bytes
 from launch.hlo import Collective
 from launch.programs import as_on_tpu, find_compiler, mesh_sizes, read_model
 
@@ -65,6 +66,18 @@ def test_json_has_the_figures_scripts_rely_on():
     assert (found["flops"], found["seconds_estimate"]) == (1e18, 90.0)
 
 
+def test_collectives_that_cannot_be_read_are_said_to_be_unknown():
+    class Unreadable:
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: async-update instruction")
+
+    assert _read_collectives(Unreadable(), 1) is None
+    train = Program("train", 3 * 10**9, 0, 9 * 10**9, 0, 0, None)
+    unread = report(programs=(train, Program("decode", 1, 0, 1, 0, 0, {})))
+    assert unread.to_dict()["collectives"] is None and unread.fits
+    assert "train: collectives unknown; install the libtpu" in describe(unread)
+
+
 def test_text_states_the_assumption_of_its_estimate():
     text = describe(report())
     assert "50% of 459 TFLOP/s" in text and "fits: 12.00 GB of 95.00 GB" in text
@@ -116,8 +129,6 @@ def test_a_model_is_a_preset_or_a_directory(fixtures_dir):
 
 
 def test_tracing_for_a_tpu_leaves_the_process_as_it_was():
-    import jax
-
     with as_on_tpu():
         assert jax.default_backend() == "tpu"
     assert jax.default_backend() == "cpu"
