@@ -244,10 +244,12 @@ def mini(
     return figures
 
 
-def _make_engine(model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig) -> Engine:
+def _make_engine(
+    model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig, *, compact: bool = False
+) -> Engine:
     """An engine whose prefill takes any of the prompts in one piece, with little padding, where the model lies.
 
-    Of programs it compiles few: an evaluation is over before many would pay.
+    Without `compact` it compiles few programs: a short evaluation is over before many would pay.
     """
     rules = make_rules(chat, settings)
     longest = max((len(rules.prompt(task)) for task in tasks), default=1)
@@ -259,7 +261,7 @@ def _make_engine(model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], setti
         vocab_size=chat.vocab_size,
         prefill_chunk=min(-(-longest // 32) * 32, 512),
         min_window=512,
-        compact=False,
+        compact=compact,
         mesh=where.mesh if isinstance(where, NamedSharding) else None,
     )
 

@@ -139,6 +139,6 @@ def rehearsal(
 
 def local_policy(model: Any, chat: ChatTokenizer, tasks: Sequence[Task], max_length: int, seed: int) -> LocalPolicy:
     """A model of this process as a policy, with an engine for `tasks` and without thinking."""
-    engine = _make_engine(model, chat, tasks, dataclasses.replace(MINI, max_length=max_length))
+    engine = _make_engine(model, chat, tasks, dataclasses.replace(MINI, max_length=max_length), compact=True)
     budgets = {"turn_tokens": MINI.turn_tokens, "response_tokens": MINI.response_tokens}
     return LocalPolicy(engine, model, chat, seed=seed, thinking=False, **budgets)

@@ -69,10 +69,19 @@ class Streams:
         return [completions[slot] for slot in slots]
 
     def _decode(self, params: Mapping[int, Any]) -> dict[int, np.ndarray]:
-        budgets = {slot: p.max_new_tokens for slot, p in params.items()}
-        unbounded = {slot: replace(p, max_new_tokens=None) for slot, p in params.items()}
-        self._state, out = self._engine.decode(self._model, self._state, budgets, unbounded)
-        return {slot: completion.tokens for slot, completion in out.items()}
+        """What is sampled in each slot. When half of them have ended, the others go on as a smaller batch."""
+        drawn = {slot: np.zeros(0, np.int32) for slot in params}
+        left = dict(params)
+        while left:
+            budgets = {slot: p.max_new_tokens - len(drawn[slot]) for slot, p in left.items()}
+            unbounded = {slot: replace(p, max_new_tokens=None) for slot, p in left.items()}
+            half = -(-len(left) // 2)
+            self._state, out = self._engine.decode(self._model, self._state, budgets, unbounded, enough=half)
+            for slot, completion in out.items():
+                drawn[slot] = np.concatenate([drawn[slot], completion.tokens])
+                if completion.finish_reason is not None:
+                    del left[slot]
+        return drawn
 
     def _place(self, wanted: Sequence[Wanted]) -> list[int]:
         """A slot for each: its own, else an empty one, else that of the stream that was longest unused."""

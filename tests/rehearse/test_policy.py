@@ -38,7 +38,7 @@ class Recording:
     def extend(self, model, state, tokens):
         return state | {slot: np.concatenate([state[slot], new]) for slot, new in tokens.items()}
 
-    def decode(self, model, state, active, params):
+    def decode(self, model, state, active, params, enough=None):
         out = {}
         for slot, budget in active.items():
             tokens = self.next.get(state[slot].tobytes(), np.zeros(1, np.int32))[:budget]
