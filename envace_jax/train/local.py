@@ -3,7 +3,8 @@
 Training lays parameters out over all processes (data x fsdp x tp). Episodes take as long as they take, and a program
 over all devices would have every process wait for the slowest at every token; so each samples with an engine of its
 own, on a mesh of its own devices: tp as in training, everything else copies. The copy is made once for every update:
-what fsdp has spread is gathered over the processes, the rest is used where it lies.
+what fsdp has spread is gathered over the processes, in the type of the arithmetic; where there is nothing to gather or
+to cast, parameters are used where they lie.
 
 The limit: a device holds 1/tp of the parameters besides its share of the training state, and tp must not span
 processes.
@@ -54,7 +55,13 @@ def make_local_copy(build: Callable[[Mesh | None], Qwen3], mesh: Mesh, process: 
     it ends with them, when an update donates them.
     """
     here = local_mesh(mesh, process)
-    graphdef, abstract = nnx.split(build(here))
+    model = build(here)
+    graphdef, abstract = nnx.split(model)
+
+    def narrow(name: str, array: jax.Array) -> jax.Array:
+        # The model casts its matrices to the type of its arithmetic before it uses them, its norms it does not.
+        matrix = len(PARAM_AXES[name]) - PARAM_AXES[name].count("layers") > 1
+        return array.astype(model.dtype) if matrix and model.dtype.itemsize < array.dtype.itemsize else array
 
     def place(name: str, on: Mesh | None) -> NamedSharding | SingleDeviceSharding:
         if on is None:
@@ -63,7 +70,14 @@ def make_local_copy(build: Callable[[Mesh | None], Qwen3], mesh: Mesh, process: 
         return NamedSharding(on, P(*(axis if axis == "tp" else None for axis in spec(PARAM_AXES[name]))))
 
     whole = {name: place(name, mesh) for name in named(abstract)}
-    gather = jax.jit(lambda arrays: arrays, out_shardings=whole) if mesh.shape["fsdp"] > 1 else lambda arrays: arrays
+    spread = mesh.shape["fsdp"] > 1
+    wide = any(x.dtype.itemsize > model.dtype.itemsize for x in named(abstract).values())
+
+    def gather(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: narrow(name, array) for name, array in arrays.items()}
+
+    if spread or wide:
+        gather = jax.jit(gather, out_shardings=whole)
 
     def copy(params: nnx.State) -> Qwen3:
         local = {

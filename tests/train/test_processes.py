@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,14 +22,15 @@ from envace_jax.errors import ConfigError
 from envace_jax.evaluate import during_training
 from envace_jax.tasks.mini import mini_tasks
 from envace_jax.train import export, load_model, run
-from envace_jax.train.local import local_mesh
+from envace_jax.train.local import local_mesh, make_local_copy
 from envace_jax.train.optim import named
 from envace_jax.train.outline import Outline, outline
 from envace_jax.train.processes import Processes
 from envace_jax.train.record import read_metrics
 from envace_jax.train.start import check_alike, connect, in_a_cluster
 from envace_jax.train.throughput import forward_flops
-from models.qwen3.sharding import make_mesh
+from models.qwen3 import Qwen3
+from models.qwen3.sharding import make_mesh, shard_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pair import episodes, make_config, make_sampled  # noqa: E402
@@ -294,6 +296,21 @@ def test_the_mesh_to_sample_on_is_the_processs_own_devices_with_tp_as_in_trainin
     assert (local_mesh(mesh, 0).devices.reshape(mesh.devices.shape) == mesh.devices).all()
     with pytest.raises(ConfigError, match="no device of process 1"):
         local_mesh(mesh, 1)
+
+
+def test_the_copy_to_sample_from_has_the_type_of_the_arithmetic_and_computes_the_same(tiny_qwen3_config):
+    def build(mesh):
+        return Qwen3(tiny_qwen3_config, rngs=nnx.Rngs(0), mesh=mesh, dtype=jnp.bfloat16)
+
+    mesh = make_mesh(2, 2, 2)
+    copy = make_local_copy(lambda on: nnx.eval_shape(lambda: build(on)), mesh, 0)
+    copied = copy(nnx.state(shard_model(build(None), mesh)))
+    types = {name: leaf.dtype for name, leaf in named(nnx.state(copied)).items()}
+    assert {name for name, kind in types.items() if kind == jnp.float32} == {name for name in types if "norm" in name}
+    assert {str(kind) for kind in types.values()} == {"float32", "bfloat16"}
+    wide = shard_model(build(None), local_mesh(mesh, 0))
+    tokens = jnp.arange(32).reshape(4, 8)
+    np.testing.assert_array_equal(copied.logits(copied(tokens)[0]), wide.logits(wide(tokens)[0]))
 
 
 def test_operations_of_a_forward_pass_are_two_for_each_weight_and_token_and_four_for_each_pair(tiny_qwen3_config):
