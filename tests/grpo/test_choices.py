@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 
+from envace_jax.config import Config, from_dict
 from envace_jax.grpo import GRPOConfig
 
 
@@ -42,6 +43,11 @@ def test_k1_warns_that_its_gradient_vanishes_and_the_others_do_not():
         warnings.simplefilter("error")
         for kl in ("none", "k2", "k3", "k3+"):
             GRPOConfig(kl=kl, kl_coef=0.1)
+
+
+def test_a_configuration_that_says_k1_warns_too():
+    with pytest.warns(UserWarning, match="k1.*gradient vanishes"):
+        from_dict(Config, {"model": "m", "output_dir": "o", "grpo": {"kl": "k1", "kl_coef": 0.1}})
 
 
 def test_it_is_frozen_hashable_and_takes_lists_for_pairs():

@@ -104,6 +104,21 @@ def test_the_gradient_is_the_slope_of_the_loss(config, episodes, map_batch):
         np.testing.assert_allclose(gradient, measured, atol=1e-8)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(range(6)), st.sampled_from(sorted(CONFIGS)), st.integers(-(10**6), 10**6))
+def test_neither_the_order_of_rows_nor_the_names_of_segments_matter(
+    episodes, map_batch, value_and_grad, order, name, offset
+):
+    logps, entropy, batch = episodes
+    order, config = np.array(order), CONFIGS[name]
+    (loss, _), gradient = value_and_grad(logps, batch, config, entropy)
+    other = map_batch(lambda x: x[order], batch)
+    other = dataclasses.replace(other, segments=other.segments + offset, generations=other.generations - offset)
+    (other_loss, _), other_gradient = value_and_grad(logps[order], other, config, entropy[order])
+    np.testing.assert_allclose(other_loss, loss, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(other_gradient, gradient[order], rtol=1e-5, atol=1e-8)
+
+
 SHAPE = (3, 6)
 numbers = st.floats(-30, 30, width=32)
 anything = st.one_of(numbers, st.sampled_from([np.nan, np.inf, -np.inf, 200.0]))
