@@ -1,17 +1,19 @@
 """What training on whole episodes saves: one segment per episode against one row per generation with its whole prefix.
 
-    python bench/episode_train.py [--episodes 32] [--calls 6] [--preset qwen3-0.6b]
+    python bench/episode_train.py [--episodes 32] [--calls 6] [--model small|mini|qwen3-0.6b]
 
 The same episodes, advantages and loss, twice: packed as trajectories, each token forwarded once; and with every
 generation as a sequence of its own behind a copy of all that came before it, which is what the release trains on. The
-second is packed too, so it pays for its tokens and not for padding. One JSON line: `tokens_ratio` and `wall_ratio`
-(second over first), and by how much the losses and gradients differ. Status 1 where losses differ by more than 1e-5.
+second is packed too, so it pays for its tokens and not for padding. One JSON line: `tokens_ratio`, `wall_ratio` and
+`cpu_ratio` (second over first; the last is that of processor time, which others on the machine do not change much), and
+by how much the losses and gradients differ. Status 1 where losses differ by more than 1e-5.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +32,15 @@ from envace_jax.train.packing import pack, pad_fraction  # noqa: E402
 from envace_jax.train.state import create_state, make_update, place_batch  # noqa: E402
 from models.qwen3 import Qwen3, Qwen3Config  # noqa: E402
 
-MINI = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+COMMON = dict(vocab_size=768, head_dim=32, tie_word_embeddings=True)
+SHAPES = {
+    "small": dict(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    ),
+    "mini": dict(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4
+    ),
+}
 TOLERANCE = 1e-5
 
 
@@ -75,25 +85,37 @@ def one_row_each(episode: Trajectory) -> list[Trajectory]:
     return rows
 
 
-def measure(update, state, trajectories: Sequence[Trajectory], advantages, row: int, micro_batch: int, repeats: int):
-    """Loss and gradient norm of one update over `trajectories`, the fastest of `repeats`, and what was forwarded."""
-    batch = pack(trajectories, advantages, row)
-    placed, used = place_batch(batch, micro_batch)
-    seconds = []
-    for _ in range(repeats + 1):
+class Way:
+    """One way to lay the same episodes out: its batch, and what updates on it cost."""
+
+    def __init__(self, update, state, trajectories: Sequence[Trajectory], advantages, row: int, micro_batch: int):
+        self._update = update
+        batch = pack(trajectories, advantages, row)
+        self._batch, self._used = place_batch(batch, micro_batch)
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.figures = {
+            "sequences": len(trajectories),
+            "tokens": sum(map(len, trajectories)),
+            "rows": int(batch.tokens.shape[0]),
+            "pad_fraction": round(pad_fraction(batch), 4),
+        }
         began = time.perf_counter()
-        state, metrics = update(state, placed, used)
-        loss, norm = float(metrics["loss/total"]), float(metrics["grad/norm"])
-        seconds.append(time.perf_counter() - began)
-    figures = {
-        "sequences": len(trajectories),
-        "tokens": sum(map(len, trajectories)),
-        "rows": int(batch.tokens.shape[0]),
-        "pad_fraction": round(pad_fraction(batch), 4),
-        "compile_s": round(seconds[0] - min(seconds[1:]), 3),
-        "update_s": round(min(seconds[1:]), 4),
-    }
-    return state, loss, norm, figures
+        self._state, metrics = update(state, self._batch, 1)  # one micro-batch is enough to compile
+        jax.block_until_ready(metrics)
+        self.figures["compile_s"] = round(time.perf_counter() - began, 3)
+
+    def run(self) -> None:
+        """One update over all episodes."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._state, metrics = self._update(self._state, self._batch, self._used)
+        self.loss, self.norm = float(metrics["loss/total"]), float(metrics["grad/norm"])
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+
+    def report(self) -> dict[str, float]:
+        times = {"update_s": statistics.median(self.wall), "update_cpu_s": statistics.median(self.cpu)}
+        return self.figures | {name: round(value, 4) for name, value in times.items()}
 
 
 def main() -> int:
@@ -103,14 +125,12 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="lengths of the embedded world's episodes, times this")
     parser.add_argument("--row", type=int, default=None, help="row width; default: holds the longest episode")
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--preset", default=None, help="a preset with random weights; default: the mini policy")
+    parser.add_argument("--repeats", type=int, default=3, help="updates each way, in turn; medians are reported")
+    parser.add_argument("--model", default="small", help="small, mini (the shipped policy's shape) or a preset's name")
     args = parser.parse_args()
 
-    if args.preset:
-        config = Qwen3Config.preset(args.preset)
-    else:
-        config = Qwen3Config(vocab_size=768, head_dim=32, tie_word_embeddings=True, **MINI)
+    shape = SHAPES.get(args.model)
+    config = Qwen3Config.preset(args.model) if shape is None else Qwen3Config(**COMMON, **shape)
     episodes = make_episodes(args.episodes, args.calls, config.vocab_size, args.scale)
     rng = np.random.default_rng(1)
     advantages = [{g: float(rng.normal()) for g in t.generation_roles()} for t in episodes]
@@ -118,26 +138,35 @@ def main() -> int:
     row_advantages = [{g: a} for own in advantages for g, a in own.items()]
     width = args.row or -(-max(map(len, episodes)) // 128) * 128
 
-    model = Qwen3(config, rngs=nnx.Rngs(0), dtype=jnp.float32 if jax.default_backend() == "cpu" else None)
+    model = Qwen3(config, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
-    optimizer = optax.sgd(0.0)  # the same parameters for both
-    state = create_state(params, optimizer)
+    optimizer = optax.sgd(0.0)  # so that both learn from the same parameters
     update = make_update(graphdef, optimizer, GRPOConfig(), old_logps="sampler", entropy=False)
-    state, loss, norm, whole = measure(update, state, episodes, advantages, width, args.micro_batch, args.repeats)
-    _, row_loss, row_norm, each = measure(update, state, rows, row_advantages, width, args.micro_batch, args.repeats)
+
+    def way(trajectories: Sequence[Trajectory], advantages) -> Way:
+        state = create_state(jax.tree.map(jnp.copy, params), optimizer)
+        return Way(update, state, trajectories, advantages, width, args.micro_batch)
+
+    whole, each = way(episodes, advantages), way(rows, row_advantages)
+    for _ in range(args.repeats):  # in turn, so that a busy machine slows both
+        whole.run()
+        each.run()
+    one, other = whole.report(), each.report()
     result = {
         "bench": "episode_train",
         "device": jax.devices()[0].device_kind,
-        "model": args.preset or "mini",
+        "model": args.model,
         "episodes": args.episodes,
         "calls": args.calls,
-        "loss": loss,
-        "loss_difference": abs(loss - row_loss),
-        "gradient_norm_difference": abs(norm - row_norm) / norm,
-        "tokens_ratio": round(each["tokens"] / whole["tokens"], 3),
-        "wall_ratio": round(each["update_s"] / whole["update_s"], 3),
-        "segment_per_episode": whole,
-        "row_per_generation": each,
+        "row": width,
+        "loss": whole.loss,
+        "loss_difference": abs(whole.loss - each.loss),
+        "gradient_norm_difference": abs(whole.norm - each.norm) / whole.norm,
+        "tokens_ratio": round(other["tokens"] / one["tokens"], 3),
+        "wall_ratio": round(other["update_s"] / one["update_s"], 3),
+        "cpu_ratio": round(other["update_cpu_s"] / one["update_cpu_s"], 3),
+        "segment_per_episode": one,
+        "row_per_generation": other,
     }
     print(json.dumps(result))
     return int(result["loss_difference"] > TOLERANCE)
