@@ -37,11 +37,13 @@ def run_fused(
     *,
     look_every: int = 64,
     judge_pool: Executor | None = None,
+    rehearser: Qwen3 | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Run all episodes to their end.
 
     keys: (episodes' numbers, sequence) -> uint32[N, 2]. sampling: of each episode, the same for all.
+    rehearser: the parameters that rehearse, where they are not `model`.
     progress: called with how many have finished.
 
     Raises ValueError for an episode that needs the host between two tokens (`fits_fused` says which do not), and where
@@ -59,18 +61,18 @@ def run_fused(
     live: dict[int, int] = {}  # slot → episode
     unread: dict[int, list[Recorded]] = {}
     parked: set[int] = set()
-    state = loop.start()
+    state = loop.start(split=rehearser is not None)
     while waiting or live:
         free = [slot for slot in range(engine.slots) if slot not in live]
         fresh = {slot: waiting.popleft() for slot in free[: len(waiting)]}
         if fresh:
             prompts = {slot: episodes[i].prompt for slot, i in fresh.items()}
             names = dict(zip(fresh, keys(list(fresh.values()), 0), strict=True))
-            state = loop.begin(model, state, prompts, names)
+            state = loop.begin(model, state, prompts, names, rehearser=rehearser)
             live.update(fresh)
             unread.update({slot: [] for slot in fresh})
         if running := len(live) - len(parked):
-            state, report = loop.run(model, state, enough=max(1, running // 4))
+            state, report = loop.run(model, state, enough=max(1, running // 4), rehearser=rehearser)
             for slot in live.keys() - parked:
                 episode = episodes[live[slot]]
                 unread[slot] = _catch_up(episode, [*unread[slot], loop.harvest(slot)], report, slot)
@@ -80,7 +82,7 @@ def run_fused(
         parked.difference_update(judged := bench.collect(block=len(parked) == len(live)))
         turns = {slot: episodes[live[slot]].take_context() for slot in judged if episodes[live[slot]].finish is None}
         if turns:
-            state = loop.next_turn(model, state, turns)
+            state = loop.next_turn(model, state, turns, rehearser=rehearser)
             for slot in turns:
                 loop.harvest(slot)  # the message, which the episode has already
         if over := [slot for slot, i in live.items() if episodes[i].finish is not None]:

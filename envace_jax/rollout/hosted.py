@@ -175,6 +175,7 @@ def _rehearse(
     params: list[SamplingParams] = []
     names: list[np.ndarray] = []
     counts: dict[int, int] = {}
+    tasks: list[str] = []
     for i, episode in asking.items():
         rules = episode.rules
         own = [rules.simulator.render(rules.chat, prompt) for prompt in episode.asked]
@@ -189,7 +190,9 @@ def _rehearse(
             params.append(replace(sampling[i], stop_ids=rules.chat.stop_ids, max_new_tokens=budget))
             names.append(keys([i], FIRST_REHEARSAL + number)[0])
         prompts += own
-    completions = iter(zip(prompts, engine.generate(model, prompts, params, keys=names), strict=True))
+        tasks += [episode.task.id] * len(own)
+    shared = _common_starts(prompts, tasks)
+    completions = iter(zip(prompts, engine.generate(model, prompts, params, keys=names, shared=shared), strict=True))
     for i, count in counts.items():
         answers = []
         for _ in range(count):
@@ -200,6 +203,20 @@ def _rehearse(
             ended = completion.finish_reason == "stop"
             answers.append(Answer(asking[i].rules.chat.decode(completion.tokens[: -1 if ended else None]), stream))
         asking[i].rehearsed(answers)
+
+
+def _common_starts(prompts: Sequence[np.ndarray], tasks: Sequence[str]) -> list[int]:
+    """How many tokens the prompts of each one's task begin with alike; all of one that is alone.
+
+    Instructions, tools and references of a task come first in its prompts, so they are read once a batch.
+    """
+    common: dict[str, np.ndarray] = {}
+    for prompt, task in zip(prompts, tasks, strict=True):
+        start = common.setdefault(task, prompt)
+        size = min(len(start), len(prompt))
+        differs = np.flatnonzero(start[:size] != prompt[:size])
+        common[task] = start[: differs[0] if len(differs) else size]
+    return [len(common[task]) for task in tasks]
 
 
 def _params(sampling: SamplingParams, episode: Episode) -> SamplingParams:

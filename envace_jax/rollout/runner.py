@@ -71,7 +71,7 @@ def run_episodes(
         history_reasoning: `world.history_reasoning`; episodes of several user turns are hosted where it is "drop".
         temperature: instead of that of the settings; 0 is greedy. Several: one for each member of a group; such
             episodes are hosted.
-        rehearser: the parameters that rehearse, where they are not `model`; such episodes are hosted.
+        rehearser: the parameters that rehearse, where they are not `model`.
         progress: called with the numbers of finished and of all episodes.
 
     Raises ValueError when episodes may outgrow the engine's slots, or temperatures and group size differ in number.
@@ -102,11 +102,11 @@ def run_episodes(
     if len(temperature) != size:
         raise ValueError(f"{len(temperature)} temperatures for groups of {size}: give one for each member")
     params = [SamplingParams(heat, settings.top_p, settings.top_k) for heat in temperature] * len(tasks)
-    alike = settings.engine == "fused" and len(set(params)) == 1 and rehearser is None
+    alike = settings.engine == "fused" and len(set(params)) == 1
     # Episodes that need the host cannot run inside the loop, so they are hosted whatever the settings say.
     inside = [i for i, episode in enumerate(episodes) if alike and fits_fused(episode)]
     outside = sorted(set(range(len(episodes))) - set(inside))
-    hosted = partial(run_hosted, rehearser=rehearser, endpoint=world.endpoint)
+    hosted = partial(run_hosted, endpoint=world.endpoint)
     for path, chosen, before in ((run_fused, inside, 0), (hosted, outside, len(inside))):
         if not chosen:
             continue
@@ -118,6 +118,7 @@ def run_episodes(
             [params[i] for i in chosen],
             look_every=settings.look_every,
             judge_pool=judge_pool,
+            rehearser=rehearser,
             progress=None if progress is None else lambda done, before=before: progress(before + done, len(episodes)),
         )
     return [

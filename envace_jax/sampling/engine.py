@@ -15,7 +15,7 @@ On a mesh every process makes the same calls with the same arguments and reads t
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,13 @@ from models.qwen3 import Qwen3, Qwen3Config
 from models.qwen3.sharding import batch_axes
 
 from . import slots as device
-from .buckets import fit, ladder, row_batches
-from .params import Completion, SamplingParams, sequence_keys, slot_sampling
+from .buckets import fit, ladder
+from .params import Completion, SamplingParams, default_keys, slot_sampling
+from .pieces import Pieces, weights_per_token
 from .slots import Sampled, Slots
 from .streams import Stream
+
+MOST_LAYERS_APART = 8
 
 
 class Engine:
@@ -46,7 +49,8 @@ class Engine:
         decode_chunk: most tokens a slot samples between two looks of the host.
         prefill_chunk: most tokens of a prompt that are forwarded at once; longer ones go in pieces.
         prefill_tokens: most tokens, padding included, that one prefill call forwards; bounds its memory.
-        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long.
+        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long (with
+            steps between on a CPU, where attention is what costs).
         compact: decode few active slots as a small batch. Costs the memory of half the cache, and two to four times
             the programs; not on a mesh that spreads slots.
     """
@@ -79,15 +83,19 @@ class Engine:
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         self.dtype = jnp.dtype(default if dtype is None else dtype)
         self.decode_chunk = decode_chunk
-        self.windows = ladder(min_window, max_length, halves=False)
+        on_cpu = jax.default_backend() == "cpu"
+        # Layers taken apart are faster on a CPU, and compile as long as there are many.
+        self._layered = on_cpu and self.mesh is None and config.num_hidden_layers <= MOST_LAYERS_APART
+        self.windows = ladder(min_window, max_length, halves=self._layered)
         self._pieces = ladder(16, min(prefill_chunk, max_length))
         self._prefill_tokens = max(prefill_tokens, self._pieces[-1])
         # A forward pass this small takes less time than compiling another program for a smaller one.
-        flops = 1e9 if jax.default_backend() == "cpu" else 1e12
-        self._cheap_tokens = min(512, int(flops / (2 * _weights_per_token(config))))
+        flops = 1e9 if on_cpu else 1e12
+        cheap_tokens = min(512, int(flops / (2 * weights_per_token(config))))
         # Rows that live on several devices are appended to where they are, all at once.
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
         self._whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
+        self._calls = Pieces(slots, self._pieces, self._prefill_tokens, cheap_tokens, self._whole)
         self.compact = compact and not self._whole
         self.compilations = 0  # programs traced so far
 
@@ -141,7 +149,9 @@ class Engine:
 
     def start(self) -> Slots:
         """Empty slots."""
-        return device.empty_slots(self.config, self.slots, self.max_length, self.dtype, self.mesh)
+        return device.empty_slots(
+            self.config, self.slots, self.max_length, self.dtype, self.mesh, layered=self._layered
+        )
 
     def prefill(
         self, model: Qwen3, state: Slots, prompts: Mapping[int, np.ndarray], keys: Mapping[int, np.ndarray]
@@ -223,11 +233,13 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         progress: Callable[[int, int], None] | None = None,
         keys: Sequence[np.ndarray] | None = None,
+        shared: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Continue every prompt int32[T]; more prompts than slots are fine.
 
         params: for all, or one for each. progress: called with the numbers of finished and of all prompts.
         keys: sequence keys uint32[2], one for each; by default prompt i has `sequence_key(seed, 0, i)`.
+        shared: of each, how many tokens from its start other prompts are likely to share; see `prefill_groups`.
         Raises ValueError for a prompt that is empty or leaves no room for a token.
         """
         prompts = [self._tokens(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
@@ -237,7 +249,7 @@ class Engine:
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many params, or one for all; found {len(params)}")
         if keys is None:
-            keys = _default_keys([p.seed for p in params])
+            keys = default_keys([p.seed for p in params])
         results: list[Completion | None] = [None] * len(prompts)
         waiting = deque(range(len(prompts)))
         work: dict[int, Stream] = {}
@@ -248,7 +260,11 @@ class Engine:
             fresh = {slot: waiting.popleft() for slot in free[: len(waiting)]}
             if fresh:
                 state = self.prefill_groups(
-                    model, state, {s: prompts[i] for s, i in fresh.items()}, {s: keys[i] for s, i in fresh.items()}
+                    model,
+                    state,
+                    {s: prompts[i] for s, i in fresh.items()},
+                    {s: keys[i] for s, i in fresh.items()},
+                    None if shared is None else {s: shared[i] for s, i in fresh.items()},
                 )
             for slot, i in fresh.items():
                 budget = self._budget(params[i].max_new_tokens, len(prompts[i]))
@@ -262,18 +278,30 @@ class Engine:
         return results
 
     def prefill_groups(
-        self, model: Qwen3, state: Slots, prompts: Mapping[int, np.ndarray], keys: Mapping[int, np.ndarray]
+        self,
+        model: Qwen3,
+        state: Slots,
+        prompts: Mapping[int, np.ndarray],
+        keys: Mapping[int, np.ndarray],
+        shared: Mapping[int, int] | None = None,
     ) -> Slots:
-        """As `prefill`, but a prompt that several slots share is forwarded once and forked to the others."""
+        """As `prefill`, but a prompt that several slots share is forwarded once and forked to the others.
+
+        shared: how many tokens from a prompt's start may be so shared, where the rest is its own; by default all.
+        """
+        prompts = {slot: self._tokens(prompt, f"slot {slot}") for slot, prompt in prompts.items()}
+        heads = prompts if shared is None else {slot: p[: max(1, shared[slot])] for slot, p in prompts.items()}
         first: dict[bytes, int] = {}
         copies = []
-        for slot, prompt in prompts.items():
-            leader = first.setdefault(np.asarray(prompt, np.int32).tobytes(), slot)
+        for slot, head in heads.items():
+            leader = first.setdefault(head.tobytes(), slot)
             if leader != slot:
                 copies.append((leader, slot))
-        leaders = {slot: prompts[slot] for slot in first.values()}
-        state = self.prefill(model, state, leaders, keys)
-        return self._fork_all(state, copies, [keys[slot] for _, slot in copies]) if copies else state
+        state = self.prefill(model, state, {slot: heads[slot] for slot in first.values()}, keys)
+        if copies:
+            state = self._fork_all(state, copies, [keys[slot] for _, slot in copies])
+        rest = {slot: p[len(heads[slot]) :] for slot, p in prompts.items() if len(p) > len(heads[slot])}
+        return self.extend(model, state, rest) if rest else state
 
     # How it is done.
 
@@ -281,8 +309,13 @@ class Engine:
         """The model as jitted functions take it: static structure, traced parameters."""
         return nnx.split(model)
 
-    def window(self, length: int) -> int:
-        """The smallest window of the cache that holds `length` tokens."""
+    def window(self, length: int, rows: np.ndarray | None = None) -> int:
+        """The smallest window of the cache that holds `length` tokens; on a CPU all of it for a batch of few rows.
+
+        What few rows look at costs little there, and is not worth a program for each window.
+        """
+        if self._layered and rows is not None and 4 * len(rows) <= self.slots:
+            return self.max_length
         return fit(min(length, self.max_length), self.windows)
 
     def rows(self, active: Sequence[int]) -> np.ndarray | None:
@@ -304,47 +337,22 @@ class Engine:
     def _forward(self, model, state, tokens: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> Slots:
         """Append `tokens` from `starts` on, in pieces, pieces of like length together."""
         graph, params = self.split(model)
-        left = {slot: (new, starts[slot]) for slot, new in tokens.items()}
-        while left:
-            order = sorted(left, key=lambda slot: -len(left[slot][0]))
-            while order:
-                size = fit(min(len(left[order[0]][0]), self._pieces[-1]), self._pieces)
-                # What is much shorter would be mostly padding here, and goes by itself.
-                alike = [s for s in order if 2 * len(left[s][0]) > size or size == self._pieces[0]]
-                if self._whole:
-                    rows, bucket = len(order), self.slots
-                else:
-                    rows, bucket = next(self._row_batches(len(alike), size))
-                batch, order = order[:rows], order[rows:]
-                place = batch if self._whole else range(rows)
-                padded = np.zeros((bucket, size), np.int32)
-                index = np.full(bucket, self.slots, np.int32)
-                first, counts = np.zeros(bucket, np.int32), np.zeros(bucket, np.int32)
-                for at, slot in zip(place, batch, strict=True):
-                    new, start = left.pop(slot)
-                    piece = new[:size]
-                    padded[at, : len(piece)] = piece
-                    index[at], first[at], counts[at] = slot, start, len(piece)
-                    if len(new) > size:
-                        left[slot] = (new[size:], start + size)
-                state = self._append(
-                    graph=graph,
-                    params=params,
-                    state=state,
-                    tokens=padded,
-                    rows=None if self._whole else index,
-                    starts=first,
-                    counts=counts,
-                    # Fresh streams see nothing but these tokens.
-                    window=self.window(int((first + counts).max())) if first.any() else size,
-                )
+        for piece in self._calls.split(tokens, starts):
+            rows = None if self._whole else piece.rows
+            window = piece.tokens.shape[1]  # fresh streams see nothing but these tokens
+            if piece.starts.any():
+                window = self.window(int((piece.starts + piece.counts).max()), rows)
+            state = self._append(
+                graph=graph,
+                params=params,
+                state=state,
+                tokens=piece.tokens,
+                rows=rows,
+                starts=piece.starts,
+                counts=piece.counts,
+                window=window,
+            )
         return state
-
-    def _row_batches(self, count: int, size: int) -> Iterator[tuple[int, int]]:
-        """How `count` pieces of `size` tokens are batched: `row_batches`, its buckets bounded by tokens."""
-        most = 1 << (self.slots - 1).bit_length()
-        cheap = 1 << max(0, (self._cheap_tokens // size).bit_length() - 1)
-        return row_batches(count, max(1, self._prefill_tokens // size), min(cheap, most))
 
     def _fork_all(self, state: Slots, pairs: Sequence[tuple[int, int]], keys: Sequence[np.ndarray]) -> Slots:
         """Copy each (source, target); all sources are read before any target is written."""
@@ -390,7 +398,7 @@ class Engine:
             min_tokens=held,
             steps=np.int32(steps),
             enough=np.int32(self.slots + 1 if enough is None else enough),
-            window=self.window(longest),
+            window=self.window(longest, rows),
         )
         out = Sampled(*(np.asarray(x) for x in out))
         for row, slot in enumerate(range(self.slots) if rows is None else rows.tolist()):
@@ -427,18 +435,3 @@ class Engine:
         if rows:
             names[: len(rows)] = np.stack(keys)
         return index, names
-
-
-def _weights_per_token(config: Qwen3Config) -> int:
-    """Weights that a token meets in the layers."""
-    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    return config.num_hidden_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-
-
-def _default_keys(seeds: Sequence[int]) -> np.ndarray:
-    """`sequence_key(seed, 0, i)` of every prompt i: uint32[N, 2]."""
-    keys = np.zeros((len(seeds), 2), np.uint32)
-    for seed in set(seeds):
-        mine = [i for i, s in enumerate(seeds) if s == seed]
-        keys[mine] = sequence_keys(seed, 0, mine)
-    return keys

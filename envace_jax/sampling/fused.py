@@ -13,6 +13,9 @@ Each slot holds an episode's stream and its `grammar.Machine`. A step of the loo
 slot: the next of the slot's forced tokens where some are queued, a sampled one otherwise, on which the grammar then
 decides. A slot that needs the host (REPLIED) or has ended stands still at no harm to the others, for as long as a
 judge may take. Tokens are drawn as the hosted path draws them: by the sequence's key and the position.
+
+Where each role has parameters of its own, `start(split=True)` and every call that takes `model` takes `rehearser` too:
+each stream is then kept twice, as either set of parameters sees it, and a token is drawn by its role's.
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ from models.qwen3 import Qwen3
 
 from . import slots as device
 from .engine import Engine
-from .grammar import Event, Grammar, Machine
+from .grammar import ACT, Event, Grammar, Machine
 from .params import SamplingParams, slot_sampling
 from .slots import Slots
 
@@ -62,6 +65,7 @@ class FusedState:
     queue: jax.Array  # int32[slots]: the row of forced tokens that is being forced
     head: jax.Array  # int32[slots]: the next token of it
     tail: jax.Array  # int32[slots]: its length; the queue is empty where head == tail
+    second: Slots | None = None  # the same streams under the rehearser's parameters, where it has its own
 
 
 class Recorded(NamedTuple):
@@ -119,16 +123,16 @@ class FusedLoop:
             self._forced[at, : len(row)] = row
         self._parts: dict[int, list[Recorded]] = {}
         self._set = engine.jit(self._set_body, donate=("state",))
-        self._run = engine.jit(self._run_body, static=("graph", "window"), donate=("state",))
+        self._run = engine.jit(self._run_body, static=("graph", "second_graph", "window"), donate=("state",))
 
     # Calls of the host.
 
-    def start(self) -> FusedState:
-        """All slots idle."""
+    def start(self, split: bool = False) -> FusedState:
+        """All slots idle. split: the rehearser has parameters of its own."""
         self._parts.clear()
         zeros = [jnp.zeros(self.engine.slots, jnp.int32) for _ in range(4)]
         machine = jax.tree.map(lambda x: jnp.full(self.engine.slots, x), self.grammar.start())
-        return FusedState(self.engine.start(), machine, *zeros)
+        return FusedState(self.engine.start(), machine, *zeros, second=self.engine.start() if split else None)
 
     def begin(
         self,
@@ -137,6 +141,8 @@ class FusedLoop:
         prompts: Mapping[int, np.ndarray],
         keys: Mapping[int, np.ndarray],
         machines: Mapping[int, Machine] | None = None,
+        *,
+        rehearser: Qwen3 | None = None,
     ) -> FusedState:
         """Start an episode in each slot of `prompts`, int32[T]; `keys` are the sequences' keys, uint32[2].
 
@@ -151,13 +157,22 @@ class FusedLoop:
                     f"the prompt for slot {slot} has {len(prompt)} tokens and leaves no room within the episode's "
                     f"max_length={limit}"
                 )
-        slots = self.engine.prefill_groups(model, state.slots, prompts, keys)
+        prefill = self.engine.prefill_groups
+        slots = prefill(model, state.slots, prompts, keys)
+        second = None if rehearser is None else prefill(rehearser, state.second, prompts, keys)
         for slot, prompt in prompts.items():
             self._parts[slot] = [_context(prompt)]
         fresh = {slot: (machines or {}).get(slot, self.grammar.start()) for slot in prompts}
-        return self._put(dataclasses.replace(state, slots=slots), Status.RUNNING, fresh)
+        return self._put(dataclasses.replace(state, slots=slots, second=second), Status.RUNNING, fresh)
 
-    def next_turn(self, model: Qwen3, state: FusedState, messages: Mapping[int, np.ndarray]) -> FusedState:
+    def next_turn(
+        self,
+        model: Qwen3,
+        state: FusedState,
+        messages: Mapping[int, np.ndarray],
+        *,
+        rehearser: Qwen3 | None = None,
+    ) -> FusedState:
         """Append the user's next message, int32[T] up to and with the generation prompt, to REPLIED slots.
 
         Ask `grammar.turn_fits` before. Raises ValueError for a slot that did not reply.
@@ -168,17 +183,24 @@ class FusedLoop:
                 raise ValueError(f"slot {slot} is {Status(int(status[slot])).name}; only a REPLIED slot takes a turn")
         machine = Machine(*(np.asarray(values) for values in state.machine))
         slots = self.engine.extend(model, state.slots, messages)
+        second = None if rehearser is None else self.engine.extend(rehearser, state.second, messages)
         for slot, message in messages.items():
             self._parts[slot].append(_context(message))
         fresh = {slot: self.grammar.next_turn(Machine(*(values[slot] for values in machine))) for slot in messages}
-        return self._put(dataclasses.replace(state, slots=slots), Status.RUNNING, fresh)
+        return self._put(dataclasses.replace(state, slots=slots, second=second), Status.RUNNING, fresh)
 
     def end(self, state: FusedState, slots: Sequence[int]) -> FusedState:
         """Free slots, whatever they do. What they recorded can still be harvested until the next `begin`."""
         return self._put(state, Status.IDLE, {slot: self.grammar.start() for slot in slots})
 
     def run(
-        self, model: Qwen3, state: FusedState, steps: int | None = None, enough: int | None = None
+        self,
+        model: Qwen3,
+        state: FusedState,
+        steps: int | None = None,
+        enough: int | None = None,
+        *,
+        rehearser: Qwen3 | None = None,
     ) -> tuple[FusedState, Report]:
         """Let the RUNNING slots go on by at most `steps` tokens (`look_every` by default and at most).
 
@@ -191,15 +213,18 @@ class FusedLoop:
         running = status == Status.RUNNING
         rows = self.engine.rows(np.flatnonzero(running).tolist())
         graph, params = self.engine.split(model)
+        second_graph, second_params = (None, None) if rehearser is None else self.engine.split(rehearser)
         state, record, counts, taken = self._run(
             graph=graph,
             params=params,
+            second_graph=second_graph,
+            second_params=second_params,
             state=state,
             rows=rows,
             sampling=self._sampling if rows is None else jax.tree.map(lambda x: x[rows], self._sampling),
             steps=np.int32(steps),
             enough=np.int32(self.engine.slots + 1 if enough is None else enough),
-            window=self.engine.window(int(lengths[running].max(initial=0)) + steps),
+            window=self.engine.window(int(lengths[running].max(initial=0)) + steps, rows),
         )
         record, counts = Recorded(*(np.asarray(x) for x in record)), np.asarray(counts)
         for row in np.flatnonzero(counts).tolist():
@@ -239,6 +264,7 @@ class FusedLoop:
         return dataclasses.replace(
             state,
             slots=self.engine.pin(state.slots),
+            second=None if state.second is None else self.engine.pin(state.second),
             machine=jax.tree.map(put, state.machine, machine),
             status=put(state.status, status),
             queue=put(state.queue, 0),
@@ -246,42 +272,46 @@ class FusedLoop:
             tail=put(state.tail, 0),
         )
 
-    def _run_body(self, graph, params, state, rows, sampling, steps, enough, window):
-        whole, slots = state, device.take(state.slots, rows, window)
+    def _run_body(
+        self, graph, params, state, rows, sampling, steps, enough, window, second_graph=None, second_params=None
+    ):
+        models = [nnx.merge(graph, params)]
+        if second_graph is not None:
+            models.append(nnx.merge(second_graph, second_params))
+        whole = [state.slots, state.second][: len(models)]
+        rest = dataclasses.replace(state, slots=None, second=None)
+        part = rest if rows is None else jax.tree.map(lambda x: x[rows], rest)
+        parts = [device.take(slots, rows, window) for slots in whole]
+        part, parts, *read = self._loop(models, parts, part, sampling, steps, enough, window)
         if rows is not None:
-            state = jax.tree.map(lambda x: x[rows], dataclasses.replace(state, slots=None))
-        state, *read = self._loop(
-            graph, params, dataclasses.replace(state, slots=slots), sampling, steps, enough, window
-        )
-        slots = self.engine.pin(device.put(whole.slots, state.slots, rows))
-        if rows is not None:
-            state = jax.tree.map(
-                lambda old, new: old.at[rows].set(new),
-                dataclasses.replace(whole, slots=None),
-                dataclasses.replace(state, slots=None),
-            )
-        return dataclasses.replace(state, slots=slots), *device.everywhere(read, self.engine.mesh)
+            part = jax.tree.map(lambda old, new: old.at[rows].set(new), rest, part)
+        slots = [self.engine.pin(device.put(old, new, rows)) for old, new in zip(whole, parts, strict=True)]
+        state = dataclasses.replace(part, slots=slots[0], second=slots[1] if len(slots) > 1 else None)
+        return state, *device.everywhere(read, self.engine.mesh)
 
-    def _loop(self, graph, params, state, sampling, steps, enough, window):
+    def _loop(self, models, streams, state, sampling, steps, enough, window):
+        """models, streams: the policy's, and the rehearser's where it has its own; `state` without any."""
         engine, grammar = self.engine, self.grammar
-        model = nnx.merge(graph, params)
+        models = [device.for_decoding(model, slots) for model, slots in zip(models, streams, strict=True)]
         forced_tokens, forced_lengths = jnp.asarray(self._forced), jnp.asarray(self._forced_lengths)
         status_after = jnp.asarray(_STATUS_AFTER)
         began = jnp.sum(state.status == Status.RUNNING)
-        count = state.slots.count
+        count = streams[0].count
         never = jnp.zeros(count, bool)
 
         def proceed(carry):
-            step, state, _, _ = carry
+            step, state, *_ = carry
             running = jnp.sum(state.status == Status.RUNNING)
             return (step < steps) & (running > 0) & (began - running < enough)
 
         def body(carry):
-            step, state, record, counts = carry
+            step, state, streams, record, counts = carry
             running = state.status == Status.RUNNING
             forced = running & (state.head < state.tail)
             sampled = running & ~forced
-            drawn, logps, kept = device.draw(model, state.slots, sampling, never, engine.vocab_size)
+            logits = [model.logits(slots.hidden) for model, slots in zip(models, streams, strict=True)]
+            logits = logits[0] if len(logits) == 1 else jnp.where((state.machine.role == ACT)[:, None], *logits)
+            drawn, logps, kept = device.draw(logits, streams[0], sampling, never, engine.vocab_size)
             tokens = jnp.where(forced, forced_tokens[state.queue, state.head], drawn)
 
             def write(buffer, values, where):
@@ -294,11 +324,14 @@ class FusedLoop:
                 logps=write(record.logps, logps, sampled),
                 log_kept_mass=write(record.log_kept_mass, kept, sampled),
             )
-            slots = device.push(model, state.slots, tokens, running, window)
-            machine, event = grammar.advance(state.machine, tokens, slots.lengths, jnp)
+            streams = [
+                engine.pin(device.push(model, slots, tokens, running, window))
+                for model, slots in zip(models, streams, strict=True)
+            ]
+            machine, event = grammar.advance(state.machine, tokens, streams[0].lengths, jnp)
             queued = jnp.where(sampled, forced_lengths[event], 0)
-            state = FusedState(
-                slots=engine.pin(slots),
+            state = dataclasses.replace(
+                state,
                 machine=jax.tree.map(
                     lambda new, old: jnp.where(sampled, new, old).astype(old.dtype), machine, state.machine
                 ),
@@ -307,14 +340,14 @@ class FusedLoop:
                 head=jnp.where(queued > 0, 0, state.head + forced),
                 tail=jnp.where(queued > 0, queued, state.tail),
             )
-            return step + 1, state, record, counts + running
+            return step + 1, state, streams, record, counts + running
 
         shape = (count, self.look_every)
         record = Recorded(*(jnp.zeros(shape, t) for t in _TYPES))
-        taken, state, record, counts = jax.lax.while_loop(
-            proceed, body, (jnp.int32(0), state, record, jnp.zeros(count, jnp.int32))
+        taken, state, streams, record, counts = jax.lax.while_loop(
+            proceed, body, (jnp.int32(0), state, streams, record, jnp.zeros(count, jnp.int32))
         )
-        return state, record, counts, taken
+        return state, streams, record, counts, taken
 
 
 def _context(tokens: np.ndarray) -> Recorded:

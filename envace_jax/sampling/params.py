@@ -120,6 +120,15 @@ def sequence_key(seed: int, step: int, episode: int, sequence: int = 0) -> np.nd
     return sequence_keys(seed, step, [episode], [sequence])[0]
 
 
+def default_keys(seeds: Sequence[int]) -> np.ndarray:
+    """`sequence_key(seed, 0, i)` of every prompt i: uint32[N, 2]."""
+    keys = np.zeros((len(seeds), 2), np.uint32)
+    for seed in set(seeds):
+        mine = [i for i, s in enumerate(seeds) if s == seed]
+        keys[mine] = sequence_keys(seed, 0, mine)
+    return keys
+
+
 def token_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
     """The keys of the tokens at `positions` int32[N] of the sequences with `keys` uint32[N, 2]: typed keys [N]."""
     typed = jax.random.wrap_key_data(jnp.asarray(keys), impl=PRNG_IMPL)

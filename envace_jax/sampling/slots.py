@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.qwen3 import KVCache, Qwen3, Qwen3Config, init_cache
+from models.qwen3 import KVCache, LayeredCache, Qwen3, Qwen3Config, Unrolled, init_cache
 from models.qwen3.sharding import batch_axes
 
 from .params import SlotSampling, token_keys
@@ -27,7 +27,7 @@ from .sampler import sample
 class Slots:
     """Streams on the device, one a row. An empty slot has length 0."""
 
-    cache: KVCache  # k, v [L, slots, S, Hkv, Dh]
+    cache: KVCache | LayeredCache  # k, v [L, slots, S, Hkv, Dh], or L of [slots, S, Hkv, Dh]
     hidden: jax.Array  # float32[slots, D], after the last token
     lengths: jax.Array  # int32[slots]
     keys: jax.Array  # uint32[slots, 2]
@@ -51,10 +51,16 @@ class Sampled(NamedTuple):
     stopped: jax.Array  # bool[slots], drew one of its stop ids
 
 
-def empty_slots(config: Qwen3Config, slots: int, max_length: int, dtype, mesh: Mesh | None) -> Slots:
-    """Empty slots, placed on the mesh when there is one."""
+def empty_slots(
+    config: Qwen3Config, slots: int, max_length: int, dtype, mesh: Mesh | None, layered: bool = False
+) -> Slots:
+    """Empty slots, placed on the mesh when there is one. layered: each layer's cache an array of its own."""
+    if layered:
+        cache = LayeredCache.empty(config, slots, max_length, dtype)
+    else:
+        cache = init_cache(config, slots, max_length, dtype, mesh=mesh)
     state = Slots(
-        cache=init_cache(config, slots, max_length, dtype, mesh=mesh),
+        cache=cache,
         hidden=jnp.zeros((slots, config.hidden_size), jnp.float32),
         lengths=jnp.zeros(slots, jnp.int32),
         keys=jnp.zeros((slots, 2), jnp.uint32),
@@ -118,8 +124,12 @@ def append(
             lengths=jnp.where(written, starts + counts, state.lengths),
         )
     # The rows are worked on as a small cache of their own: the cost is that of R rows, not of all slots.
-    part = jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="clip")[:, :, :window], state.cache)
-    hidden, part = model(tokens, positions, cache=part)
+    part = _take_rows(state.cache, rows, window)
+    if isinstance(part, LayeredCache):
+        hidden, stacked = model(tokens, positions, cache=part.stack())
+        part = LayeredCache.unstack(stacked)
+    else:
+        hidden, part = model(tokens, positions, cache=part)
     return dataclasses.replace(
         state,
         cache=_put_rows(state.cache, part, rows),
@@ -134,20 +144,27 @@ def _after_last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden, last, axis=1)[:, 0].astype(jnp.float32)
 
 
-def _put_rows(cache: KVCache, part: KVCache, rows: jax.Array) -> KVCache:
-    """Write `part`, [L, R, W, ...], into the given rows of `cache`, one row after the other and in place."""
+def _take_rows(cache: KVCache | LayeredCache, rows: jax.Array, window: int):
+    """A cache of the rows int32[R], cut to `window` slots each."""
+    axis = 0 if isinstance(cache, LayeredCache) else 1
+    cut = (slice(None),) * (axis + 1) + (slice(window),)
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=axis, mode="clip")[cut], cache)
+
+
+def _put_rows(cache: KVCache | LayeredCache, part: KVCache | LayeredCache, rows: jax.Array):
+    """Write `part`, R rows of a window, into the given rows of `cache`, one row after the other and in place."""
+    lead = () if isinstance(cache, LayeredCache) else (slice(None),)
 
     def put(whole: jax.Array, new: jax.Array) -> jax.Array:
-        return whole.at[:, rows, : new.shape[2]].set(new, mode="drop")
+        return whole.at[(*lead, rows, slice(new.shape[len(lead) + 1]))].set(new, mode="drop")
 
     return jax.tree.map(put, cache, part)
 
 
 def fork(state: Slots, sources: jax.Array, rows: jax.Array, keys: jax.Array, window: int) -> Slots:
     """Copy the streams of `sources` int32[R] to `rows` int32[R] (outside the slots: padding), with their own keys."""
-    part = jax.tree.map(lambda x: jnp.take(x, sources, axis=1)[:, :, :window], state.cache)
     return Slots(
-        cache=_put_rows(state.cache, part, rows),
+        cache=_put_rows(state.cache, _take_rows(state.cache, sources, window), rows),
         hidden=state.hidden.at[rows].set(state.hidden[sources], mode="drop"),
         lengths=state.lengths.at[rows].set(state.lengths[sources], mode="drop"),
         keys=state.keys.at[rows].set(keys, mode="drop"),
@@ -155,34 +172,47 @@ def fork(state: Slots, sources: jax.Array, rows: jax.Array, keys: jax.Array, win
 
 
 def take(state: Slots, rows: jax.Array | None, window: int) -> Slots:
-    """The streams of `rows` int32[R] (distinct slots) as a state of their own, R rows of `window` tokens; None: all."""
-    if rows is None:
-        return state
-    cache = jax.tree.map(lambda x: jnp.take(x, rows, axis=1)[:, :, :window], state.cache)
-    return Slots(cache, state.hidden[rows], state.lengths[rows], state.keys[rows])
+    """The streams of `rows` int32[R] (distinct slots) as a state of their own, R rows of `window` tokens; None: all.
+
+    All rows of a layered cache are cut too, where the window is shorter: or each token would copy what it reads.
+    """
+    if rows is not None:
+        cache = _take_rows(state.cache, rows, window)
+        return Slots(cache, state.hidden[rows], state.lengths[rows], state.keys[rows])
+    if isinstance(state.cache, LayeredCache) and window < state.max_length:
+        return dataclasses.replace(state, cache=jax.tree.map(lambda x: x[:, :window], state.cache))
+    return state
 
 
 def put(state: Slots, part: Slots, rows: jax.Array | None) -> Slots:
     """Write back what `take` took."""
-    if rows is None:
-        return part
-    return dataclasses.replace(
-        state,
-        cache=_put_rows(state.cache, part.cache, rows),
-        hidden=state.hidden.at[rows].set(part.hidden),
-        lengths=state.lengths.at[rows].set(part.lengths),
-    )
+    if rows is not None:
+        return dataclasses.replace(
+            state,
+            cache=_put_rows(state.cache, part.cache, rows),
+            hidden=state.hidden.at[rows].set(part.hidden),
+            lengths=state.lengths.at[rows].set(part.lengths),
+        )
+    if part.max_length < state.max_length:
+        window = part.max_length
+        cache = jax.tree.map(lambda whole, new: whole.at[:, :window].set(new), state.cache, part.cache)
+        return dataclasses.replace(part, cache=cache)
+    return part
+
+
+def for_decoding(model: Qwen3, state: Slots) -> Qwen3 | Unrolled:
+    """The model as a decoding loop over `state` calls it; to be had before the loop."""
+    return Unrolled(model) if isinstance(state.cache, LayeredCache) and isinstance(model, Qwen3) else model
 
 
 def draw(
-    model: Qwen3, state: Slots, sampling: SlotSampling, hold: jax.Array, vocab_size: int
+    logits: jax.Array, state: Slots, sampling: SlotSampling, hold: jax.Array, vocab_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The next token of every stream, as `sample`."""
-    keys = token_keys(state.keys, state.lengths)
-    return sample(model.logits(state.hidden), keys, sampling, hold, vocab_size)
+    """The next token of every stream by its logits float32[slots, V], as `sample`."""
+    return sample(logits, token_keys(state.keys, state.lengths), sampling, hold, vocab_size)
 
 
-def push(model: Qwen3, state: Slots, tokens: jax.Array, rows: jax.Array, window: int) -> Slots:
+def push(model: Qwen3 | Unrolled, state: Slots, tokens: jax.Array, rows: jax.Array, window: int) -> Slots:
     """Append one token int32[slots] to the streams where `rows` bool[slots]."""
     positions = jnp.where(rows, state.lengths, state.max_length)
     hidden, cache = model(tokens[:, None], positions[:, None], cache=state.cache, window=window)
@@ -213,6 +243,7 @@ def decode(
     The loop ends after `steps` (at most the static `width`) or when `enough` slots have finished, so that the host
     can refill them. min_tokens: int32[slots], tokens before the first allowed stop id.
     """
+    model = for_decoding(model, state)
     out = Sampled(
         tokens=jnp.zeros((state.count, width), jnp.int32),
         logps=jnp.zeros((state.count, width), jnp.float32),
@@ -233,7 +264,9 @@ def decode(
     def body(carry):
         step, state, out = carry
         rows = running(out)
-        tokens, logps, kept = draw(model, state, sampling, rows & (out.counts < min_tokens), vocab_size)
+        tokens, logps, kept = draw(
+            model.logits(state.hidden), state, sampling, rows & (out.counts < min_tokens), vocab_size
+        )
         stops = jnp.any(tokens[:, None] == sampling.stop_ids, axis=-1)
 
         def record(buffer: jax.Array, values: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from models.qwen3.cache import KVCache, init_cache
 from models.qwen3.config import Qwen3Config, RopeScaling
+from models.qwen3.layered import LayeredCache, Unrolled
 from models.qwen3.modeling import Qwen3
 from models.qwen3.saving import save_hf
 from models.qwen3.verify import compare_logits, verify_hf
@@ -10,8 +11,10 @@ from models.qwen3.weights import CheckpointError, load_hf
 __all__ = [
     "CheckpointError",
     "KVCache",
+    "LayeredCache",
     "Qwen3",
     "Qwen3Config",
+    "Unrolled",
     "RopeScaling",
     "compare_logits",
     "init_cache",

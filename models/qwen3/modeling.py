@@ -183,9 +183,7 @@ class Qwen3(nnx.Module):
             raise ValueError("segments are for packed rows without a cache; a cache row is one sequence")
 
         config = self.config
-        inv_freq, factor = config.rope_frequencies()
-        angles = positions[..., None].astype(jnp.float32) * inv_freq
-        angles = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+        angles = self.angles(positions)
         x = self.embed_tokens[...][tokens].astype(self.dtype)
         x = constrain(x, self.mesh, "batch", "length", "hidden")
         arrays, index = self.layers.arrays(), jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
@@ -222,6 +220,12 @@ class Qwen3(nnx.Module):
 
             (x, cache), _ = jax.lax.scan(layer, (x, cache), (arrays, index))
         return rms_norm(x, self.norm[...], config.rms_norm_eps), cache
+
+    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines of RoPE: int32[B, T] -> float32[B, T, Dh / 2] twice."""
+        inv_freq, factor = self.config.rope_frequencies()
+        angles = positions[..., None].astype(jnp.float32) * inv_freq
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
     def _layer(self, x, w, angles, attend):
         config, mesh = self.config, self.mesh

@@ -2,7 +2,6 @@
 and the chunks, and every way an episode can end among them."""
 
 import dataclasses
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -125,24 +124,6 @@ def test_verdicts_that_come_late_and_out_of_order_change_nothing(hosted, sample)
             same(sample(settings={"engine": path}, judge=Slow(), judge_pool=pool), hosted)
 
 
-@pytest.mark.parametrize("path", ["hosted", "fused"])
-def test_others_are_sampled_while_a_verdict_is_waited_for(sample, hosted, path):
-    later = threading.Event()
-
-    class Late(RuleJudge):
-        asked = 0
-
-        def answer(self, questions):
-            self.asked += 1
-            if self.asked > 1:
-                later.set()
-            assert later.wait(60), "no other episode came to its verdict meanwhile"
-            return super().answer(questions)
-
-    with ThreadPoolExecutor(2) as pool:
-        same(sample(settings={"engine": path}, judge=Late(), judge_pool=pool), hosted)
-
-
 def test_an_episode_depends_on_its_number_not_on_the_call(hosted, policy, engine, lines):
     settings = dataclasses.replace(SAMPLED, engine="hosted")
     later = run_episodes(
@@ -189,6 +170,13 @@ def test_each_role_is_sampled_by_its_own_parameters(sample, policy):
         for t in episodes:
             at = np.flatnonzero(t.roles == role)
             np.testing.assert_allclose(t.behavior_logps[at], logps[t.tokens[at - 1], t.tokens[at]], rtol=0, atol=1e-4)
+
+
+def test_fused_gives_the_episodes_of_hosted_where_roles_have_their_own_parameters(sample, policy):
+    rehearser = Bigram(np.asarray(policy.table[...]) * 0.5)
+    hosted = sample(rehearser=rehearser)
+    assert any(REHEARSE in t.roles for t in hosted)
+    same(sample(settings={"engine": "fused"}, rehearser=rehearser), hosted)
 
 
 def test_members_of_a_group_may_be_sampled_at_temperatures_of_their_own(sample, hosted):

@@ -43,7 +43,7 @@ class Rehearsing(ScriptedEngine):
         super().__init__(scripts, **arguments)
         self.answers, self.say, self.prompts, self.keys = list(answers), say, [], []
 
-    def generate(self, model, prompts, params, progress=None, keys=None):
+    def generate(self, model, prompts, params, progress=None, keys=None, shared=None):
         self.prompts += prompts
         self.keys += [tuple(key) for key in keys]
         out = []

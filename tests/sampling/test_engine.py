@@ -143,6 +143,26 @@ def test_forked_slots_sample_as_their_source_and_share_nothing(engine, model):
     same(copies[3], expected[3])
 
 
+def test_prompts_that_begin_alike_are_sampled_as_if_each_were_alone(engine, model, monkeypatch):
+    start, key = prompt(30), sequence_key(0, 0, 7)
+    prompts = [np.concatenate([start, prompt(n, seed=n)]) for n in (4, 9, 14)] + [start, prompt(12)]
+    expected = engine.generate(model, prompts, RANDOM, keys=[key] * 5)
+    forwarded = []
+    forward = Engine._forward
+
+    def count(self, model, state, tokens, starts):
+        forwarded.append({slot: len(new) for slot, new in tokens.items()})
+        return forward(self, model, state, tokens, starts)
+
+    monkeypatch.setattr(Engine, "_forward", count)
+    for a, b in zip(
+        engine.generate(model, prompts, RANDOM, keys=[key] * 5, shared=[30] * 4 + [12]), expected, strict=True
+    ):
+        same(a, b)
+    # Four slots: the start once, then what is each prompt's own; the last prompt comes when a slot is free.
+    assert [sorted(tokens.values()) for tokens in forwarded] == [[30], [4, 9, 14], [12]]
+
+
 def test_a_slot_restarts_without_a_trace_of_what_it_held(engine, model):
     state = engine.prefill(model, engine.start(), {0: prompt(90)}, {0: sequence_key(0, 0, 0)})
     state = engine.prefill(model, state, {0: prompt(7)}, {0: sequence_key(0, 0, 0)})
@@ -202,8 +222,8 @@ def test_misuse_of_slots_is_named(engine, model):
         engine.extend(model, state, {2: prompt(11)})
 
 
-def test_the_number_of_compiled_programs_is_bounded_by_the_buckets(model, other_model):
-    engine = Engine(CONFIG, slots=4, max_length=64, vocab_size=VOCAB, decode_chunk=16, prefill_chunk=32)
+def test_a_thousand_random_requests_compile_a_number_of_programs_that_the_buckets_bound(model, other_model):
+    engine = Engine(CONFIG, slots=4, max_length=64, vocab_size=VOCAB, decode_chunk=16, prefill_chunk=32, min_window=32)
     rng = np.random.default_rng(0)
 
     def requests(count):
@@ -221,8 +241,13 @@ def test_the_number_of_compiled_programs_is_bounded_by_the_buckets(model, other_
         ]
         return prompts, params
 
-    # One window; rows (1, 2, 4) to decode, rows (1, 2, 4) x pieces (16, 24, 32) to prefill, and naming the slots.
-    assert engine.windows == (64,)
-    for m in (model, other_model):
-        engine.generate(m, *requests(40))
-        assert engine.compilations <= 3 + 3 * 3 + 1
+    # To decode: 4 and 2 rows in each window, 1 row in the last. To prefill, always 4 rows, such a model being cheap:
+    # pieces of (16, 24, 32), in fresh streams and, behind a first piece, in the two windows beyond. To name slots: 1.
+    assert engine.windows == (32, 48, 64)
+    bound = (3 + 3 + 1) + 3 * (1 + 2) + 1
+    engine.generate(model, *requests(300))
+    warm = engine.compilations
+    assert warm <= bound
+    for m in (other_model, model):
+        assert len(engine.generate(m, *requests(350))) == 350
+    assert engine.compilations == warm

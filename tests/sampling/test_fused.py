@@ -42,7 +42,7 @@ EPISODES = range(8, 28)
 
 
 def first_prompt(episode: int) -> np.ndarray:
-    return prompt(5 + 7 * (episode // 2))  # groups of two share one
+    return prompt(5 + 7 * (episode // 2 % 14))  # groups of two share one
 
 
 def message(episode: int, turn: int) -> np.ndarray:
@@ -53,8 +53,11 @@ def key(episode: int) -> np.ndarray:
     return sequence_key(3, 1, episode)
 
 
-def hosted_episode(engine, model, episode: int):
-    """One episode by `decode` and `extend`, in slot 0: tokens, roles, generations, logps and why it ended."""
+def hosted_episode(engine, model, episode: int, rehearser=None):
+    """One episode by `decode` and `extend`, in slot 0: tokens, roles, generations, logps and why it ended.
+
+    With a rehearser, whoever speaks next is prefilled with all that was said.
+    """
     tokens, roles, generations, logps = [], [], [], []
 
     def record(new, role=0, generation=0, new_logps=None):
@@ -70,7 +73,11 @@ def hosted_episode(engine, model, episode: int):
     while True:
         role, generation = int(machine.role), int(machine.generation)
         params = SamplingParams(temperature=PARAMS.temperature, stop_ids=GRAMMAR.stop_ids(role))
-        state, out = engine.decode(model, state, {0: GRAMMAR.allowance(machine, len(tokens))}, params)
+        speaker = model
+        if rehearser is not None:
+            speaker = (model, rehearser)[role - 1]
+            state = engine.prefill(speaker, state, {0: np.asarray(tokens, np.int32)}, {0: key(episode)})
+        state, out = engine.decode(speaker, state, {0: GRAMMAR.allowance(machine, len(tokens))}, params)
         machine, event, used = GRAMMAR.replay(machine, out[0].tokens, len(tokens))
         assert used == len(out[0].tokens)
         record(out[0].tokens, role, generation, out[0].logps)
@@ -87,26 +94,26 @@ def hosted_episode(engine, model, episode: int):
             return tokens, roles, generations, logps, FINISH_REASONS[event]
         else:
             context = np.array(GRAMMAR.forced_after(event), np.int32)
-        state = engine.extend(model, state, {0: context})
+        if rehearser is None:
+            state = engine.extend(model, state, {0: context})
         record(context)
 
 
-def fused_episodes(engine, model, steps: int):
-    """All episodes through the fused loop, slots refilled as they end: {episode: (parts, reason)}."""
-    loop = FusedLoop(engine, GRAMMAR, PARAMS, look_every=16)
-    state = loop.start()
-    waiting, owner, turns, parts, results = list(EPISODES), {}, {}, {}, {}
+def fused_episodes(engine, model, steps: int = 16, episodes=EPISODES, loop=None, rehearser=None):
+    """The episodes through the fused loop, slots refilled as they end: {episode: (parts, reason)}."""
+    loop = loop or FusedLoop(engine, GRAMMAR, PARAMS, look_every=16)
+    state = loop.start(split=rehearser is not None)
+    waiting, owner, turns, parts, results = list(episodes), {}, {}, {}, {}
     while waiting or owner:
         free = [s for s in range(engine.slots) if s not in owner]
         fresh = {s: waiting.pop(0) for s in free[: len(waiting)]}
         if fresh:
-            state = loop.begin(
-                model, state, {s: first_prompt(e) for s, e in fresh.items()}, {s: key(e) for s, e in fresh.items()}
-            )
+            prompts = {s: first_prompt(e) for s, e in fresh.items()}
+            state = loop.begin(model, state, prompts, {s: key(e) for s, e in fresh.items()}, rehearser=rehearser)
         owner.update(fresh)
         for e in fresh.values():
             turns[e], parts[e] = 0, []
-        state, report = loop.run(model, state, steps=steps, enough=2)
+        state, report = loop.run(model, state, steps=steps, enough=2, rehearser=rehearser)
         over, messages = {}, {}
         for slot, e in owner.items():
             parts[e].append(loop.harvest(slot))
@@ -124,7 +131,7 @@ def fused_episodes(engine, model, steps: int):
             elif status != Status.RUNNING:
                 over[slot] = status.name.lower()
         if messages:
-            state = loop.next_turn(model, state, messages)
+            state = loop.next_turn(model, state, messages, rehearser=rehearser)
         if over:
             state = loop.end(state, list(over))
         for slot, reason in over.items():
@@ -135,7 +142,7 @@ def fused_episodes(engine, model, steps: int):
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=24, prefill_chunk=32, min_window=64)
+    return Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=24, prefill_chunk=32, min_window=80)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +159,31 @@ def test_fused_episodes_are_the_hosted_ones(engine, model, episodes):
         assert got[2].tolist() == generations
         np.testing.assert_allclose(got[3], logps, atol=1e-4)
         assert got_reason == reason
+
+
+def test_each_role_speaks_by_its_own_parameters(engine, model, other_model):
+    fused = fused_episodes(engine, model, rehearser=other_model)
+    for e in EPISODES:
+        tokens, roles, generations, logps, reason = hosted_episode(engine, model, e, rehearser=other_model)
+        got, got_reason = fused[e]
+        assert got[0].tolist() == tokens
+        assert got[1].tolist() == roles
+        assert got[2].tolist() == generations
+        np.testing.assert_allclose(got[3], logps, atol=1e-4)
+        assert got_reason == reason
+    assert sum((parts[1] == 2).sum() for parts, _ in fused.values()) > 20
+
+
+def test_random_episodes_compile_a_number_of_programs_that_the_buckets_bound(engine, model):
+    loop = FusedLoop(engine, GRAMMAR, PARAMS, look_every=16)
+    assert engine.windows == (80, 120, 160)
+    fused_episodes(engine, model, episodes=range(100, 160), loop=loop)
+    before = engine.compilations
+    results = fused_episodes(engine, model, episodes=range(200, 450), loop=loop)
+    assert len(results) == 250
+    assert engine.compilations == before
+    # Of the loop: 4 and 2 rows in three windows, 1 row in one; and one that sets slots.
+    assert loop._run._cache_size() <= 3 + 3 + 1 and loop._set._cache_size() == 1
 
 
 def test_the_hosts_looks_do_not_change_an_episode(engine, model, episodes):
