@@ -2,6 +2,7 @@
 and the chunks, and every way an episode can end among them."""
 
 import dataclasses
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,24 @@ def test_verdicts_that_come_late_and_out_of_order_change_nothing(hosted, sample)
     with ThreadPoolExecutor(3) as pool:
         for path in ("hosted", "fused"):
             same(sample(settings={"engine": path}, judge=Slow(), judge_pool=pool), hosted)
+
+
+@pytest.mark.parametrize("path", ["hosted", "fused"])
+def test_others_are_sampled_while_a_verdict_is_waited_for(sample, hosted, path):
+    later = threading.Event()
+
+    class Late(RuleJudge):
+        asked = 0
+
+        def answer(self, questions):
+            self.asked += 1
+            if self.asked > 1:
+                later.set()
+            assert later.wait(60), "no other episode came to its verdict meanwhile"
+            return super().answer(questions)
+
+    with ThreadPoolExecutor(2) as pool:
+        same(sample(settings={"engine": path}, judge=Late(), judge_pool=pool), hosted)
 
 
 def test_an_episode_depends_on_its_number_not_on_the_call(hosted, policy, engine, lines):
