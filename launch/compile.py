@@ -20,9 +20,10 @@ import jax
 import numpy as np
 
 from envace_jax.config import Config
+from envace_jax.train.state import data_shards
 from launch.costs import EFFICIENCY, decode_seconds, guess_peak, kept_bytes, parameter_count, step_flops, step_seconds
 from launch.hlo import Collective, collectives
-from launch.programs import lower, make_plan, mesh_sizes, read_model
+from launch.programs import lower, make_plan, mesh_sizes, read_model, sampling_plan
 from launch.topology import Topology, larger, parse_topology
 from models.qwen3 import Qwen3Config
 
@@ -161,12 +162,9 @@ def measure(config: Config, topology: Topology) -> Report:
     plan = make_plan(config, topology)
     parameters, optimizer = bytes_on_chip(plan.params), bytes_on_chip(plan.state.opt_state)
     reference = parameters if plan.reference else 0
-    resident = {
-        "train": reference,
-        "reference": parameters + optimizer,
-        "prefill": optimizer + reference,
-        "decode": optimizer + reference,
-    }
+    local = sampling_plan(plan)
+    beside = optimizer + reference + (parameters if local is not plan else 0)  # several hosts sample from copies
+    resident = {"train": reference, "reference": parameters + optimizer, "prefill": beside, "decode": beside}
     programs = []
     for name, make in lower(plan):
         programs.append(_compile(name, make, resident[name], plan.shapes.micro_batches if name == "train" else 1))
@@ -176,7 +174,8 @@ def measure(config: Config, topology: Topology) -> Report:
     by_name = {program.name: program for program in programs}
     sizes = mesh_sizes(config.mesh, topology)
     cache = 2 * model.num_hidden_layers * shapes.max_length * model.num_key_value_heads * model.head_dim * 2
-    held = shapes.slots if shapes.slots % (sizes[0] * sizes[1]) else shapes.slots // (sizes[0] * sizes[1])
+    slots, shards = local.shapes.slots, data_shards(local.mesh)
+    held = slots if slots % shards else slots // shards
     return Report(
         model=config.model,
         topology=topology,
@@ -215,7 +214,7 @@ def candidates(config: Config, report: Report) -> Iterator[tuple[Config, Topolog
     asked = (report.topology.chips, *report.mesh, config.train.micro_batch)
     for topology in (report.topology, *larger(report.topology)):
         found = []
-        for data, fsdp, tp in candidate_meshes(topology.chips, model):
+        for data, fsdp, tp in candidate_meshes(topology, model):
             for micro_batch in {min(config.train.micro_batch, 2**i) for i in range(4)}:
                 # More rows than episodes would be padding alone.
                 if (topology.chips, data, fsdp, tp, micro_batch) == asked or data * fsdp * micro_batch > episodes:
@@ -230,13 +229,15 @@ def candidates(config: Config, report: Report) -> Iterator[tuple[Config, Topolog
             yield changed, topology
 
 
-def candidate_meshes(chips: int, model: Qwen3Config) -> Iterator[tuple[int, int, int]]:
-    """Sizes (data, fsdp, tp), powers of two that divide the model's heads and hidden dimension."""
+def candidate_meshes(topology: Topology, model: Qwen3Config) -> Iterator[tuple[int, int, int]]:
+    """Sizes (data, fsdp, tp), powers of two that divide the model's heads and hidden dimension, tp within a host."""
+    chips = topology.chips
     common = math.gcd(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, model.vocab_size)
     for tp in (1, 2, 4, 8):
         for data in (1, 2, 4):
             fsdp = chips // (tp * data)
-            fine = common % tp == 0 and fsdp and fsdp * tp * data == chips and model.hidden_size % fsdp == 0
+            fine = common % tp == topology.host.chips % tp == 0 and fsdp and model.hidden_size % fsdp == 0
+            fine = fine and fsdp * tp * data == chips
             if fine:
                 yield data, fsdp, tp
 

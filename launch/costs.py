@@ -90,8 +90,11 @@ def guess_peak(config: Config, model: Qwen3Config, data: int, fsdp: int, tp: int
     slots = rollout.slots or rollout.tasks_per_step * rollout.group_size
     here = -(-slots // (data * fsdp)) if slots % (data * fsdp) == 0 else slots
     cache = 4 * layers * here * rollout.max_length * model.num_key_value_heads * model.head_dim / tp
-    scores = 2.5 * 4 * here * 512 * rollout.max_length * model.num_attention_heads / tp
-    sampling = parameters * 1.5 + optimizer + reference + cache + scores + gathered
+    scores = 2.5 * 4 * here * min(512 * rollout.max_length * model.num_attention_heads, 2**25) / tp
+    # Inside its loop decoding keeps the cache in another order than outside: a second one.
+    # Several hosts sample from copies, spread over tp alone.
+    copies = count * stored / tp if data * shards > 8 else 0.5 * parameters
+    sampling = parameters + copies + optimizer + reference + 2 * cache + scores + gathered
     return Guess(update, sampling)
 
 

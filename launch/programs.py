@@ -126,6 +126,23 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     return Plan(config, model_config, topology, mesh, make_shapes(config, mesh), graphdef, state.params, state)
 
 
+def sampling_plan(plan: Plan) -> Plan:
+    """The plan of one host, which samples its share of the episodes by itself: a copy of the parameters over tp on its
+    own chips (`envace_jax.train.local`). Where there is one host only, `plan` itself.
+
+    Raises ConfigError when a tensor-parallel group spans hosts.
+    """
+    host, (_, _, tp) = plan.topology.host, mesh_sizes(plan.config.mesh, plan.topology)
+    if plan.topology.hosts == 1:
+        return plan
+    if host.chips % tp:
+        raise ConfigError(f"mesh.tp={tp} spans hosts of {host.chips} chips each, and each samples by itself: lower it")
+    config = plan.config
+    rollout = dataclasses.replace(config.rollout, slots=-(-plan.shapes.slots // plan.topology.hosts))
+    mesh = dataclasses.replace(config.mesh, data=host.chips // tp, fsdp=1, tp=tp)
+    return make_plan(dataclasses.replace(config, rollout=rollout, mesh=mesh), host)
+
+
 def make_shapes(config: Config, mesh: Mesh | None) -> Shapes:
     """The static shapes of a run, as `envace_jax.train` and `envace_jax.sampling` choose them."""
     rollout, train = config.rollout, config.train
@@ -154,8 +171,8 @@ def lower(plan: Plan) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
     yield "train", on_tpu(_lower_train)
     if plan.reference:
         yield "reference", on_tpu(_lower_reference)
-    yield "prefill", on_tpu(_lower_prefill)
-    yield "decode", on_tpu(_lower_decode)
+    yield "prefill", on_tpu(lambda plan: _lower_prefill(sampling_plan(plan)))
+    yield "decode", on_tpu(lambda plan: _lower_decode(sampling_plan(plan)))
 
 
 def read_model(name: str) -> Qwen3Config:

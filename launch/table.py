@@ -35,7 +35,7 @@ def measure(config_path: Path, family: str) -> None:
     tries = 0
     for shape in SLICES[family].values():
         topology = Topology(CHIPS[family], shape)
-        guesses = {sizes: guess_peak(config, model, *sizes).peak for sizes in candidate_meshes(topology.chips, model)}
+        guesses = {sizes: guess_peak(config, model, *sizes).peak for sizes in candidate_meshes(topology, model)}
         if not guesses or min(guesses.values()) > 1.5 * topology.chip.hbm_bytes:
             continue
         data, fsdp, tp = min(guesses, key=guesses.get)

@@ -69,6 +69,17 @@ class Topology:
         return math.prod(self.shape)
 
     @property
+    def host(self) -> Topology:
+        """The chips of one host: all of a slice of up to four (v5p) or eight chips (v5e, v6e), else four."""
+        if self.chips <= (4 if self.chip.name == "v5p" else 8):
+            return self
+        return Topology(self.chip, (2, 2, 1)[: self.chip.axes])
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.chips // self.host.chips)
+
+    @property
     def name(self) -> str:
         """As libtpu spells it: `v5p:2x4x4`."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"

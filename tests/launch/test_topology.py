@@ -48,6 +48,16 @@ def test_a_topology_has_a_product_name_and_one_for_gcloud(topology, product, gcl
     assert (found.product, found.gcloud) == (product, gcloud)
 
 
+# cloud.google.com/tpu/docs: slices of one host have up to four chips (v5p) or eight; larger ones four a host.
+@pytest.mark.parametrize(
+    ("name", "host", "hosts"),
+    [("v5p-8", 4, 1), ("v5p-64", 4, 8), ("v5e-8", 8, 1), ("v5e-16", 4, 4), ("v6e-1", 1, 1), ("v6e-32", 4, 8)],
+)
+def test_hosts_of_a_slice(name, host, hosts):
+    found = parse_topology(name)
+    assert (found.host.chips, found.hosts) == (host, hosts)
+
+
 def test_any_shape_is_a_topology():
     assert parse_topology("v5p:4x4x12").chips == 192
 
