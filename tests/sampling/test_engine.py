@@ -245,9 +245,11 @@ def test_a_thousand_random_requests_compile_a_number_of_programs_that_the_bucket
     # pieces of (16, 24, 32), in fresh streams and, behind a first piece, in the two windows beyond. To name slots: 1.
     assert engine.windows == (32, 48, 64)
     bound = (3 + 3 + 1) + 3 * (1 + 2) + 1
-    engine.generate(model, *requests(300))
+    first = requests(300)
+    engine.generate(model, *first)
     warm = engine.compilations
-    assert warm <= bound
+    engine.generate(model, *first)
+    assert engine.compilations == warm
     for m in (other_model, model):
         assert len(engine.generate(m, *requests(350))) == 350
-    assert engine.compilations == warm
+    assert engine.compilations <= bound  # a shape that is rare among them may come late
