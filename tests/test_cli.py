@@ -101,7 +101,7 @@ def test_a_misspelt_key_is_one_line_and_status_2(envace, config, training):
 
 
 def test_an_error_of_a_package_is_one_line_and_status_2(envace, tmp_path, package):
-    def export(source, out, dtype):
+    def export(source, out, **options):
         raise CheckpointError(f"{source}: no checkpoint [here]")
 
     package("train", export=export)
