@@ -116,6 +116,9 @@ def _train(
             with everyone.alike():
                 judged = {} if job.judging is None else job.judging.check(sampled.everything)
             ready = time.perf_counter()
+            if step == job.step:  # the update's program is still to be compiled
+                rewards = [episode.reward for episode in sampled.everything if episode.valid]
+                progress.note(f"first episodes sampled: reward {sum(rewards) / max(len(rewards), 1):.3f}")
 
             advantages = assign_advantages(sampled.learned, config.advantage)
             trajectories, own = job.own(sampled, advantages)
