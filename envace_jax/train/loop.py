@@ -105,8 +105,6 @@ def _train(
     compiled, schedule, trace = _Compilations(), make_schedule(train), _Trace(out, config.logging.profile)
     progress.note(job.headline)
     try:
-        if evaluate is not None and step == 0:
-            log.write(0, _evaluate(evaluate, job, state, 0, stopping, progress))
         while step < train.steps:
             watch.step = step
             trace.before(step + 1)
@@ -119,6 +117,10 @@ def _train(
             if step == job.step:  # the update's program is still to be compiled
                 rewards = [episode.reward for episode in sampled.everything if episode.valid]
                 progress.note(f"first episodes sampled: reward {sum(rewards) / max(len(rewards), 1):.3f}")
+            if evaluate is not None and step == 0:
+                # Of the policy as it came; behind the first episodes, so that something shows soon.
+                log.write(0, _evaluate(evaluate, job, state, 0, stopping, progress))
+            learning = time.perf_counter()
 
             advantages = assign_advantages(sampled.learned, config.advantage)
             trajectories, own = job.own(sampled, advantages)
@@ -139,7 +141,7 @@ def _train(
                 "train/learning_rate": float(rate),
                 "episodes/learned_fraction": len(sampled.learned) / max(len(sampled.everything), 1),
                 "time/rollout_s": ready - began,
-                "time/train_s": ended - ready,
+                "time/train_s": ended - learning,
                 "time/judge_s": sum(figures["judge_s"] for figures in told),
                 "time/sync_s": synced + everyone.waited(),
                 # The last one to come waits for nobody: what is left is what agreeing takes.
