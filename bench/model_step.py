@@ -34,23 +34,13 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.sampling import CONFIG  # noqa: E402
 from envace_jax.config import TrainConfig  # noqa: E402
 from envace_jax.grpo import GRPOConfig, TokenBatch  # noqa: E402
 from envace_jax.train.optim import make_optimizer  # noqa: E402
 from envace_jax.train.state import create_state, make_update, place_batch  # noqa: E402
-from models.qwen3 import Qwen3, Qwen3Config  # noqa: E402
+from models.qwen3 import Qwen3  # noqa: E402
 
-# The model of the peers' scripts.
-CONFIG = Qwen3Config(
-    vocab_size=8192,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    tie_word_embeddings=True,
-)
 PEERS = {"hf": "peer_hf_train.py", "tunix": "peer_tunix_train.py"}
 STEPS = 3  # of a run, as in the peers' scripts
 AIM_OVER_TUNIX, AIM_OF_BOUND = 1.4, 0.8

@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from envace_jax.sampling.pieces import weights_per_token
 from models.qwen3 import Qwen3Config
 
 CONFIG = Qwen3Config(
@@ -32,16 +33,10 @@ CONFIG = Qwen3Config(
 )
 
 
-def layer_weights(config: Qwen3Config = CONFIG) -> int:
-    """Weights of all layers that a token is multiplied with."""
-    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    return config.num_hidden_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-
-
 def bound_seconds(read: int, sampled: int, rates: tuple[float, float], config: Qwen3Config = CONFIG) -> float:
     """The least time for `read` tokens of prompts and `sampled` new ones; rates: operations a second for either."""
-    head = config.vocab_size * config.hidden_size
-    return 2.0 * layer_weights(config) * read / rates[0] + 2.0 * (layer_weights(config) + head) * sampled / rates[1]
+    layers, head = weights_per_token(config), config.vocab_size * config.hidden_size
+    return 2.0 * layers * read / rates[0] + 2.0 * (layers + head) * sampled / rates[1]
 
 
 class Products:

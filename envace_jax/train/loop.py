@@ -48,7 +48,7 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
 
     Args:
         config: the run.
-        evaluate: called before the first step, every `evaluation.every` steps and at the end; not at all at 0.
+        evaluate: called before the first update, every `evaluation.every` steps and at the end; not at all at 0.
         rollout: instead of `envace_jax.rollout.run_episodes`.
 
     Raises:

@@ -125,7 +125,7 @@ class Watch:
         try:
             self._processes.client.key_value_set(f"{self._news}/{name}", text, True)
         except jax.errors.JaxRuntimeError:
-            pass
+            pass  # the coordinator is gone: JAX tells the others, who miss its heartbeat too
 
     def _leave(self, news: str, status: int) -> None:
         sys.stdout.flush()
