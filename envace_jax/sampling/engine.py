@@ -149,9 +149,7 @@ class Engine:
 
     def start(self) -> Slots:
         """Empty slots."""
-        return device.empty_slots(
-            self.config, self.slots, self.max_length, self.dtype, self.mesh, layered=self._layered
-        )
+        return device.empty_slots(self.config, self.slots, self.windows, self.dtype, self.mesh, self._layered)
 
     def prefill(
         self, model: Qwen3, state: Slots, prompts: Mapping[int, np.ndarray], keys: Mapping[int, np.ndarray]

@@ -7,7 +7,7 @@ attends to cache slots up to its own position only.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from .sampler import sample
 class Slots:
     """Streams on the device, one a row. An empty slot has length 0."""
 
-    cache: KVCache | LayeredCache  # k, v [L, slots, S, Hkv, Dh], or L of [slots, S, Hkv, Dh]
+    cache: KVCache | LayeredCache  # k, v [L, slots, S, Hkv, Dh], or by layers and blocks of S
     hidden: jax.Array  # float32[slots, D], after the last token
     lengths: jax.Array  # int32[slots]
     keys: jax.Array  # uint32[slots, 2]
@@ -52,13 +52,16 @@ class Sampled(NamedTuple):
 
 
 def empty_slots(
-    config: Qwen3Config, slots: int, max_length: int, dtype, mesh: Mesh | None, layered: bool = False
+    config: Qwen3Config, slots: int, windows: Sequence[int], dtype, mesh: Mesh | None, layered: bool = False
 ) -> Slots:
-    """Empty slots, placed on the mesh when there is one. layered: each layer's cache an array of its own."""
+    """Empty slots of `windows[-1]` tokens, placed on the mesh when there is one.
+
+    layered: each layer's cache is kept in arrays of its own, one from each window to the next.
+    """
     if layered:
-        cache = LayeredCache.empty(config, slots, max_length, dtype)
+        cache = LayeredCache.empty(config, slots, windows, dtype)
     else:
-        cache = init_cache(config, slots, max_length, dtype, mesh=mesh)
+        cache = init_cache(config, slots, windows[-1], dtype, mesh=mesh)
     state = Slots(
         cache=cache,
         hidden=jnp.zeros((slots, config.hidden_size), jnp.float32),
@@ -127,7 +130,7 @@ def append(
     part = _take_rows(state.cache, rows, window)
     if isinstance(part, LayeredCache):
         hidden, stacked = model(tokens, positions, cache=part.stack())
-        part = LayeredCache.unstack(stacked)
+        part = part.unstack(stacked)
     else:
         hidden, part = model(tokens, positions, cache=part)
     return dataclasses.replace(
@@ -146,19 +149,16 @@ def _after_last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
 
 def _take_rows(cache: KVCache | LayeredCache, rows: jax.Array, window: int):
     """A cache of the rows int32[R], cut to `window` slots each."""
-    axis = 0 if isinstance(cache, LayeredCache) else 1
-    cut = (slice(None),) * (axis + 1) + (slice(window),)
-    return jax.tree.map(lambda x: jnp.take(x, rows, axis=axis, mode="clip")[cut], cache)
+    if isinstance(cache, LayeredCache):
+        return cache.take(rows, window)
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="clip")[:, :, :window], cache)
 
 
 def _put_rows(cache: KVCache | LayeredCache, part: KVCache | LayeredCache, rows: jax.Array):
     """Write `part`, R rows of a window, into the given rows of `cache`, one row after the other and in place."""
-    lead = () if isinstance(cache, LayeredCache) else (slice(None),)
-
-    def put(whole: jax.Array, new: jax.Array) -> jax.Array:
-        return whole.at[(*lead, rows, slice(new.shape[len(lead) + 1]))].set(new, mode="drop")
-
-    return jax.tree.map(put, cache, part)
+    if isinstance(cache, LayeredCache):
+        return cache.put(part, rows)
+    return jax.tree.map(lambda whole, new: whole.at[:, rows, : new.shape[2]].set(new, mode="drop"), cache, part)
 
 
 def fork(state: Slots, sources: jax.Array, rows: jax.Array, keys: jax.Array, window: int) -> Slots:
@@ -172,32 +172,22 @@ def fork(state: Slots, sources: jax.Array, rows: jax.Array, keys: jax.Array, win
 
 
 def take(state: Slots, rows: jax.Array | None, window: int) -> Slots:
-    """The streams of `rows` int32[R] (distinct slots) as a state of their own, R rows of `window` tokens; None: all.
-
-    All rows of a layered cache are cut too, where the window is shorter: or each token would copy what it reads.
-    """
-    if rows is not None:
-        cache = _take_rows(state.cache, rows, window)
-        return Slots(cache, state.hidden[rows], state.lengths[rows], state.keys[rows])
-    if isinstance(state.cache, LayeredCache) and window < state.max_length:
-        return dataclasses.replace(state, cache=jax.tree.map(lambda x: x[:, :window], state.cache))
-    return state
+    """The streams of `rows` int32[R] (distinct slots) as a state of their own, R rows of `window` tokens; None: all."""
+    if rows is None:
+        return state
+    return Slots(_take_rows(state.cache, rows, window), state.hidden[rows], state.lengths[rows], state.keys[rows])
 
 
 def put(state: Slots, part: Slots, rows: jax.Array | None) -> Slots:
     """Write back what `take` took."""
-    if rows is not None:
-        return dataclasses.replace(
-            state,
-            cache=_put_rows(state.cache, part.cache, rows),
-            hidden=state.hidden.at[rows].set(part.hidden),
-            lengths=state.lengths.at[rows].set(part.lengths),
-        )
-    if part.max_length < state.max_length:
-        window = part.max_length
-        cache = jax.tree.map(lambda whole, new: whole.at[:, :window].set(new), state.cache, part.cache)
-        return dataclasses.replace(part, cache=cache)
-    return part
+    if rows is None:
+        return part
+    return dataclasses.replace(
+        state,
+        cache=_put_rows(state.cache, part.cache, rows),
+        hidden=state.hidden.at[rows].set(part.hidden),
+        lengths=state.lengths.at[rows].set(part.lengths),
+    )
 
 
 def for_decoding(model: Qwen3, state: Slots) -> Qwen3 | Unrolled:
