@@ -2,7 +2,8 @@
 
 Planning and committing are written as generators that yield what they want said, lists of `Ask`, and are sent what was
 said, lists of `Spoken`. So one rehearsal, the N plans of one turn, and a benchmark of many tasks are all batched by the
-same few lines (`together`, `drive`), and none of them holds a model or an environment.
+same few lines (`together`, `drive`), and none of them holds a model or an environment. Nobody waits for the longest of
+a batch: each goes on as soon as it has been answered.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ class Spoken:
 class Policy(Protocol):
     """Something that can act and rehearse."""
 
-    def speak(self, asks: Sequence[Ask]) -> list[Spoken]:
-        """What is said to each, in order. Raises EndpointError when it cannot be reached."""
+    def speak(self, asks: Sequence[Ask]) -> list[Spoken | None]:
+        """What is said to each, in order; None where that takes longer, and the same ask will be put again.
+
+        At least one is said. Raises EndpointError when it cannot be reached.
+        """
         ...
 
     def count(self, text: str) -> int:
@@ -67,7 +71,11 @@ class Policy(Protocol):
 
 
 T = TypeVar("T")
-Speech = Generator[list[Ask], list[Spoken], T]
+Speech = Generator[list[Ask], list[Any], T]  # is sent a `Spoken` for each ask
+
+
+class AnyOf(list[Ask]):
+    """Asks of which a speech wants to hear as soon as one is answered, None for the others; it asks them again."""
 
 
 def say(ask: Ask) -> Speech[Spoken]:
@@ -87,45 +95,48 @@ def together(
     progress: called with the numbers of ended and of all speeches.
     """
     results: list[Any] = [None] * len(speeches)
-    pending: dict[int, list[Ask]] = {}
+    asked: dict[int, list[Ask]] = {}
+    heard: dict[int, list[Spoken | None]] = {}
     waiting, ended = deque(range(len(speeches))), set()
 
-    def advance(i: int, answer: list[Spoken] | None) -> None:
+    def advance(i: int, answers: list[Spoken | None] | None) -> None:
         try:
-            pending[i] = speeches[i].send(answer)
+            asked[i] = speeches[i].send(answers)
+            heard[i] = [None] * len(asked[i])
         except StopIteration as stop:
             results[i] = stop.value
+            asked.pop(i, None), heard.pop(i, None)
             ended.add(i)
             progress(len(ended), len(speeches))
 
-    def begin() -> None:
-        while waiting and (at_once is None or len(pending) < at_once):
+    while True:
+        while waiting and (at_once is None or len(asked) < at_once):
             advance(waiting.popleft(), None)
-
-    begin()
-    while pending:
-        asked, pending = pending, {}
-        answers = iter((yield [ask for asks in asked.values() for ask in asks]))
-        for i, asks in asked.items():
-            advance(i, [next(answers) for _ in asks])
-        begin()
-    return results
+        if not asked:
+            return results
+        open_ = [(i, k) for i, answers in heard.items() for k, answer in enumerate(answers) if answer is None]
+        for (i, k), spoken in zip(open_, (yield AnyOf(asked[i][k] for i, k in open_)), strict=True):
+            heard[i][k] = spoken
+        for i, answers in list(heard.items()):
+            enough = any if isinstance(asked[i], AnyOf) else all
+            if enough(answer is not None for answer in answers):
+                advance(i, answers)
 
 
 def drive(speech: Speech[T], policies: Mapping[str, Policy]) -> T:
     """Run a speech to its end: every batch goes to the policies it names."""
-    answers: list[Spoken] | None = None
+    several = together([speech])
+    answers: list[Spoken | None] | None = None
     while True:
         try:
-            asks = speech.send(answers)
+            asks = several.send(answers)
         except StopIteration as stop:
-            return stop.value
-        found: list[Spoken | None] = [None] * len(asks)
+            return stop.value[0]
+        answers = [None] * len(asks)
         for who in dict.fromkeys(ask.who for ask in asks):
             mine = [i for i, ask in enumerate(asks) if ask.who == who]
             for i, spoken in zip(mine, policies[who].speak([asks[i] for i in mine]), strict=True):
-                found[i] = spoken
-        answers = found
+                answers[i] = spoken
 
 
 def prompt(name: str) -> str:
@@ -163,6 +174,7 @@ class LocalPolicy:
     ):
         self._chat, self._max_length = chat, engine.max_length
         self._streams = Streams(engine, model)
+        self._open: dict[int, tuple[Ask, Wanted]] = {}  # by id: asks that are to be put again
         self._seed, self._thinking = seed, thinking
         self._budget = {ACT: turn_tokens, REHEARSE: response_tokens}
         c = chat.control
@@ -174,29 +186,31 @@ class LocalPolicy:
     def count(self, text: str) -> int:
         return len(self._chat.encode_text(text))
 
-    def speak(self, asks: Sequence[Ask]) -> list[Spoken]:
-        from envace_jax.sampling import SamplingParams, sequence_keys
-
-        streams = [self._stream(ask) for ask in asks]
-        fits = [i for i, stream in enumerate(streams) if len(stream) < self._max_length]
-        out = [Spoken()] * len(asks)
-        if not fits:
-            return out
-        names = [(asks[i].episode, asks[i].sequence) for i in fits]
-        keys = sequence_keys(self._seed, 0, *zip(*names, strict=True))
-        wanted = []
-        for i, name, key in zip(fits, names, keys, strict=True):
-            ask, room = asks[i], self._max_length - len(streams[i])
-            params = SamplingParams(
-                ask.temperature,
-                ask.top_p,
-                max_new_tokens=min(self._budget[ask.role], room),
-                stop_ids=self._stops[ask.role],
-            )
-            wanted.append(Wanted(name, streams[i], params, key))
-        for i, tokens in zip(fits, self._streams.sample(wanted), strict=True):
-            out[i] = self._read(asks[i].role, tokens)
+    def speak(self, asks: Sequence[Ask]) -> list[Spoken | None]:
+        before = self._open
+        self._open = {id(ask): before[id(ask)] if id(ask) in before else (ask, self._wanted(ask)) for ask in asks}
+        wanted = [self._open[id(ask)][1] for ask in asks]
+        # A stream that is too long already is answered by nothing.
+        out = [None if len(want.tokens) < self._max_length else Spoken() for want in wanted]
+        fits = [i for i, spoken in enumerate(out) if spoken is None]
+        sampled = self._streams.sample([wanted[i] for i in fits]) if fits else []
+        for i, tokens in zip(fits, sampled, strict=True):
+            if tokens is not None:
+                out[i] = self._read(asks[i].role, tokens)
         return out
+
+    def _wanted(self, ask: Ask) -> Wanted:
+        from envace_jax.sampling import SamplingParams, sequence_key
+
+        stream = self._stream(ask)
+        params = SamplingParams(
+            ask.temperature,
+            ask.top_p,
+            max_new_tokens=max(1, min(self._budget[ask.role], self._max_length - len(stream))),
+            stop_ids=self._stops[ask.role],
+        )
+        name = (ask.episode, ask.sequence)
+        return Wanted(name, stream, params, sequence_key(self._seed, 0, *name))
 
     def _read(self, role: str, tokens: np.ndarray) -> Spoken:
         last = int(tokens[-1]) if len(tokens) else -1

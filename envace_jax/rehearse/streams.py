@@ -33,27 +33,38 @@ class Streams:
         self._engine, self._model, self._state = engine, model, None
         self._slots: dict[Hashable, int] = {}  # the longest unused first
         self._held: dict[int, np.ndarray] = {}  # tokens in a slot
+        self._begun: dict[Hashable, tuple[Wanted, np.ndarray]] = {}  # what has been drawn, and is not all
         self.forwarded = 0  # tokens that prefill and extension forwarded, those of shared prompts once
 
-    def sample(self, wanted: Sequence[Wanted]) -> list[np.ndarray]:
-        """What is sampled after each, int32[T]. Names must differ; more than there are slots are taken in turn."""
-        out: list[np.ndarray] = []
-        for first in range(0, len(wanted), self._engine.slots):
-            out += self._batch(wanted[first : first + self._engine.slots])
-        return out
+    def sample(self, wanted: Sequence[Wanted]) -> list[np.ndarray | None]:
+        """What is sampled after each, int32[T]; None for those that need more time, to be asked for again.
 
-    def _batch(self, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+        It returns when an eighth of them is complete, so that what follows on these need not wait for the longest.
+        Names must differ; of more than there are slots, the last wait for a slot. What was begun and is not asked for
+        again (as the same object) is given up.
+        """
         if self._state is None:
             self._state = self._engine.start()
-        slots = self._place(wanted)
+        asked = {want.name: want for want in wanted}
+        for name in [name for name, (want, _) in self._begun.items() if asked.get(name) is not want]:
+            self._leave(name)
+        room = self._engine.slots - len(self._begun)
+        fresh = [want for want in wanted if want.name not in self._begun][:room]
+        self._begin(fresh)
+        done = self._draw() if self._begun else {}
+        return [done.get(want.name) for want in wanted]
+
+    def _begin(self, wanted: Sequence[Wanted]) -> None:
+        """Bring each stream into a slot of its own, up to where sampling begins."""
         grown: dict[int, np.ndarray] = {}
         fresh: dict[int, Wanted] = {}
-        for slot, want in zip(slots, wanted, strict=True):
+        for slot, want in zip(self._place(wanted), wanted, strict=True):
             held = self._held.get(slot)
             if held is not None and len(held) <= len(want.tokens) and np.array_equal(held, want.tokens[: len(held)]):
                 grown[slot] = want.tokens[len(held) :]
             else:
                 fresh[slot] = want
+            self._begun[want.name] = want, np.zeros(0, np.int32)
         if fresh:
             prompts = {slot: want.tokens for slot, want in fresh.items()}
             keys = {slot: want.key for slot, want in fresh.items()}
@@ -62,33 +73,34 @@ class Streams:
         if grown:
             self._state = self._engine.extend(self._model, self._state, grown)
             self.forwarded += sum(map(len, grown.values()))
-        params = {slot: want.params for slot, want in zip(slots, wanted, strict=True)}
-        completions = self._decode(params)
-        for slot, want in zip(slots, wanted, strict=True):
-            self._held[slot] = np.concatenate([want.tokens, completions[slot]])
-        return [completions[slot] for slot in slots]
 
-    def _decode(self, params: Mapping[int, Any]) -> dict[int, np.ndarray]:
-        """What is sampled in each slot. When half of them have ended, the others go on as a smaller batch."""
-        drawn = {slot: np.zeros(0, np.int32) for slot in params}
-        left = dict(params)
-        while left:
-            budgets = {slot: p.max_new_tokens - len(drawn[slot]) for slot, p in left.items()}
-            unbounded = {slot: replace(p, max_new_tokens=None) for slot, p in left.items()}
-            half = -(-len(left) // 2)
-            self._state, out = self._engine.decode(self._model, self._state, budgets, unbounded, enough=half)
-            for slot, completion in out.items():
-                drawn[slot] = np.concatenate([drawn[slot], completion.tokens])
-                if completion.finish_reason is not None:
-                    del left[slot]
+    def _draw(self) -> dict[Hashable, np.ndarray]:
+        """Go on with what has begun until an eighth of it is complete, and return that."""
+        budgets = {self._slots[name]: w.params.max_new_tokens - len(drawn) for name, (w, drawn) in self._begun.items()}
+        params = {self._slots[name]: replace(w.params, max_new_tokens=None) for name, (w, _) in self._begun.items()}
+        enough = -(-len(budgets) // 8)
+        self._state, out = self._engine.decode(self._model, self._state, budgets, params, enough=enough)
+        done = {}
+        for name, (want, drawn) in list(self._begun.items()):
+            completion = out[self._slots[name]]
+            self._begun[name] = want, np.concatenate([drawn, completion.tokens])
+            if completion.finish_reason is not None:
+                done[name] = self._leave(name)
+        return done
+
+    def _leave(self, name: Hashable) -> np.ndarray:
+        """What was drawn for a stream, which from here on rests in its slot."""
+        want, drawn = self._begun.pop(name)
+        self._held[self._slots[name]] = np.concatenate([want.tokens, drawn])
         return drawn
 
     def _place(self, wanted: Sequence[Wanted]) -> list[int]:
-        """A slot for each: its own, else an empty one, else that of the stream that was longest unused."""
+        """A slot for each: its own, else an empty one, else that of the resting stream that was longest unused."""
         names = [want.name for want in wanted]
         free = [slot for slot in range(self._engine.slots) if slot not in self._slots.values()]
         missing = [name for name in names if name not in self._slots]
-        for name in [name for name in self._slots if name not in names][: max(0, len(missing) - len(free))]:
+        resting = [name for name in self._slots if name not in names and name not in self._begun]
+        for name in resting[: max(0, len(missing) - len(free))]:
             slot = self._slots.pop(name)
             del self._held[slot]
             free.append(slot)

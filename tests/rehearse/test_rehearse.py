@@ -270,3 +270,31 @@ def test_settings_that_cannot_be_meant_are_refused():
     for wrong in ({"mode": "both"}, {"scope": "day"}, {"memory": "none"}, {"plans": -1}, {"memory_tokens": -1}):
         with pytest.raises(ConfigError, match="rehearse"):
             RehearseSettings(**wrong)
+
+
+class OneAtATime:
+    """Says what it was asked, to the first ask of each batch only."""
+
+    def __init__(self):
+        self.batches = []
+
+    def speak(self, asks):
+        self.batches.append([ask.sequence for ask in asks])
+        return [Spoken(turn=Turn(content=str(asks[0].sequence)))] + [None] * (len(asks) - 1)
+
+
+def asking(first, count):
+    """A speech that says `count` things, one after the other."""
+    said = []
+    for number in range(first, first + count):
+        spoken = yield from policy.say(policy.Ask("actor", "act", PROMPT, [], sequence=number))
+        said.append(spoken.turn.content)
+    return said
+
+
+def test_nobody_waits_for_the_others_to_be_answered():
+    slow = OneAtATime()
+    # The last two stand for two plans of one task: each of them, too, goes on by itself.
+    speeches = [asking(10, 2), asking(20, 1), policy.together([asking(30, 2), asking(40, 1)])]
+    assert drive(policy.together(speeches), {"actor": slow}) == [["10", "11"], ["20"], [["30", "31"], ["40"]]]
+    assert slow.batches[:3] == [[10, 20, 30, 40], [11, 20, 30, 40], [20, 30, 40]]
