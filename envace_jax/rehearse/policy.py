@@ -133,9 +133,9 @@ def drive(speech: Speech[T], policies: Mapping[str, Policy]) -> T:
         except StopIteration as stop:
             return stop.value[0]
         answers = [None] * len(asks)
-        for who in dict.fromkeys(ask.who for ask in asks):
-            mine = [i for i, ask in enumerate(asks) if ask.who == who]
-            for i, spoken in zip(mine, policies[who].speak([asks[i] for i in mine]), strict=True):
+        for policy in {id(policies[ask.who]): policies[ask.who] for ask in asks}.values():  # one may have several names
+            mine = [i for i, ask in enumerate(asks) if policies[ask.who] is policy]
+            for i, spoken in zip(mine, policy.speak([asks[i] for i in mine]), strict=True):
                 answers[i] = spoken
 
 

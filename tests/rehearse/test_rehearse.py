@@ -298,3 +298,10 @@ def test_nobody_waits_for_the_others_to_be_answered():
     speeches = [asking(10, 2), asking(20, 1), policy.together([asking(30, 2), asking(40, 1)])]
     assert drive(policy.together(speeches), {"actor": slow}) == [["10", "11"], ["20"], [["30", "31"], ["40"]]]
     assert slow.batches[:3] == [[10, 20, 30, 40], [11, 20, 30, 40], [20, 30, 40]]
+
+
+def test_a_policy_of_several_names_is_asked_for_all_of_them_at_once():
+    scripted = Scripted(actor=[turn(reply="a")], planner=[turn(reply="p")])
+    speeches = [policy.say(policy.Ask(who, "act", PROMPT, [])) for who in ("actor", "planner")]
+    found = drive(policy.together(speeches), {"actor": scripted, "planner": scripted})
+    assert [spoken.turn.content for spoken in found] == ["a", "p"] and len(scripted.batches) == 1
