@@ -126,16 +126,15 @@ def append(
             hidden=jnp.where(written[:, None], last, state.hidden),
             lengths=jnp.where(written, starts + counts, state.lengths),
         )
-    # The rows are worked on as a small cache of their own: the cost is that of R rows, not of all slots.
-    part = _take_rows(state.cache, rows, window)
-    if isinstance(part, LayeredCache):
-        hidden, stacked = model(tokens, positions, cache=part.stack())
-        part = part.unstack(stacked)
+    if isinstance(unrolled := for_decoding(model, state), Unrolled):
+        hidden, cache = unrolled(tokens, positions, cache=state.cache, window=window, rows=rows)
     else:
-        hidden, part = model(tokens, positions, cache=part)
+        # The rows are worked on as a small cache of their own: the cost is that of R rows, not of all slots.
+        hidden, part = model(tokens, positions, cache=_take_rows(state.cache, rows, window))
+        cache = _put_rows(state.cache, part, rows)
     return dataclasses.replace(
         state,
-        cache=_put_rows(state.cache, part, rows),
+        cache=cache,
         hidden=state.hidden.at[rows].set(_after_last(hidden, counts), mode="drop"),
         lengths=state.lengths.at[jnp.where(rows < count, rows, count)].set(starts + counts, mode="drop"),
     )

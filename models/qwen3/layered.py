@@ -5,8 +5,8 @@ token, since its matrix products want whole buffers; for small models that is mo
 512 slots: attention took 2.7 times as long). Here every layer has its own arrays, used where they lie, and the loop
 over layers is unrolled, so compile time grows with depth.
 
-For the same reason the slots of a row are cut into blocks, each an array of its own: attention to the first so many of
-them reads whole blocks, where a slice of one array would be copied.
+For the same reason the slots of a row are cut into blocks, each an array of its own with heads before slots, as matrix
+products want them: attention to the first so many of them reads whole blocks, where a slice would be copied.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.qwen3.cache import KVCache
+from models.qwen3.attention import cached_attention
 from models.qwen3.config import Qwen3Config
 from models.qwen3.modeling import Qwen3, rms_norm
 
-Blocks = tuple[jax.Array, ...]  # of one layer, each [B, s, Hkv, Dh]
+Blocks = tuple[jax.Array, ...]  # of one layer, each [B, Hkv, s, Dh]
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +45,7 @@ class LayeredCache:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Slots of each block."""
-        return tuple(block.shape[1] for block in self.k[0])
+        return tuple(block.shape[2] for block in self.k[0])
 
     @classmethod
     def empty(cls, config: Qwen3Config, batch: int, ends: Sequence[int], dtype) -> LayeredCache:
@@ -53,7 +53,7 @@ class LayeredCache:
         sizes = np.diff([0, *ends]).tolist()
 
         def blocks() -> Blocks:
-            return tuple(jnp.zeros((batch, s, config.num_key_value_heads, config.head_dim), dtype) for s in sizes)
+            return tuple(jnp.zeros((batch, config.num_key_value_heads, s, config.head_dim), dtype) for s in sizes)
 
         return cls(*(tuple(blocks() for _ in range(config.num_hidden_layers)) for _ in "kv"))
 
@@ -72,7 +72,7 @@ class LayeredCache:
 
         def of(blocks: Blocks) -> Blocks:
             return tuple(
-                jnp.take(block, rows, axis=0, mode="clip")[:, : slots - start]
+                jnp.take(block, rows, axis=0, mode="clip")[:, :, : slots - start]
                 for block, start in zip(blocks, starts, strict=False)
                 if start < slots
             )
@@ -83,19 +83,10 @@ class LayeredCache:
         """Write back what `take` took, in place; a row number outside is dropped."""
 
         def to(new: Blocks, old: Blocks) -> Blocks:
-            written = (b.at[rows, : n.shape[1]].set(n, mode="drop") for b, n in zip(old, new, strict=False))
+            written = (b.at[rows, :, : n.shape[2]].set(n, mode="drop") for b, n in zip(old, new, strict=False))
             return (*written, *old[len(new) :])
 
         return jax.tree.map(to, part, self, is_leaf=_is_blocks)
-
-    def stack(self) -> KVCache:
-        """As the forward pass over stacked layers takes it."""
-        return KVCache(*(jnp.stack([jnp.concatenate(blocks, axis=1) for blocks in x]) for x in (self.k, self.v)))
-
-    def unstack(self, cache: KVCache) -> LayeredCache:
-        """A cache as `stack` made it, taken apart as this one is."""
-        ends = np.cumsum(self.sizes)[:-1]
-        return LayeredCache(*(tuple(tuple(jnp.split(layer, ends, axis=1)) for layer in x) for x in (cache.k, cache.v)))
 
 
 def _is_blocks(x: object) -> bool:
@@ -103,7 +94,7 @@ def _is_blocks(x: object) -> bool:
 
 
 class Unrolled:
-    """`model` for one token a row over a `LayeredCache`.
+    """`model` over a `LayeredCache`.
 
     Made inside a jitted function before a loop, it takes the layers' matrices apart once, not at every token.
     """
@@ -115,22 +106,33 @@ class Unrolled:
         self._layers = [{name: stacked[i] for name, stacked in arrays.items()} for i in range(count)]
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, *, cache: LayeredCache, window: int | None = None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        *,
+        cache: LayeredCache,
+        window: int | None = None,
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, LayeredCache]:
-        """As `Qwen3`: int32[B, 1] twice -> hidden [B, 1, D] and the cache with these tokens added.
+        """As `Qwen3`: int32[R, T] twice -> hidden [R, T, D] and the cache with these tokens added.
 
-        Attention looks at the blocks that hold `window` slots.
+        Attention looks at the blocks that hold `window` slots. rows: int32[R], which rows of the cache these are (one
+        outside is nobody's); None: all. Nothing but the new tokens is written.
         """
         model = self._model
-        part = cache if window is None else cache.first(min(window, cache.max_length))
+        window = cache.max_length if window is None else min(window, cache.max_length)
+        part = cache.first(window)
         angles = model.angles(positions)
         x = model.embed_tokens[...][tokens].astype(model.dtype)
         keys, values = list(part.k), list(part.v)
         for i, w in enumerate(self._layers):
 
             def attend(q, k, v, i=i):
-                keys[i], values[i] = _write(keys[i], positions, k), _write(values[i], positions, v)
-                return _attention(q, keys[i], values[i], positions)
+                keys[i], values[i] = _write(keys[i], rows, positions, k), _write(values[i], rows, positions, v)
+                if rows is None and tokens.shape[1] == 1:
+                    return _attend_one(q, keys[i], values[i], positions)
+                k, v = (_read(x, rows, window).swapaxes(1, 2) for x in (keys[i], values[i]))
+                return cached_attention(q, k, v, positions)
 
             x = model._layer(x, w, angles, attend)
         hidden = rms_norm(x, model.norm[...], model.config.rms_norm_eps)
@@ -141,33 +143,35 @@ class Unrolled:
         return self._model.logits(hidden)
 
 
-def _write(blocks: Blocks, positions: jax.Array, new: jax.Array) -> Blocks:
-    """`new` [B, 1, Hkv, Dh] at `positions` [B, 1]; a position outside the blocks is dropped."""
-    rows, out, start = jnp.arange(len(new)), [], 0
+def _write(blocks: Blocks, rows: jax.Array | None, positions: jax.Array, new: jax.Array) -> Blocks:
+    """`new` [R, T, Hkv, Dh] at `positions` [R, T] of the rows; a position outside the blocks is dropped."""
+    rows = jnp.arange(len(new)) if rows is None else rows
+    out, start = [], 0
     for block in blocks:
-        size = block.shape[1]
-        at = jnp.where(positions[:, 0] < start, size, positions[:, 0] - start)  # a negative index would count from the end
-        out.append(block.at[rows, at].set(new[:, 0].astype(block.dtype), mode="drop"))
+        size = block.shape[2]
+        at = jnp.where(positions < start, size, positions - start)  # a negative index would count from the end
+        out.append(block.at[rows[:, None], :, at].set(new.astype(block.dtype), mode="drop"))
         start += size
     return tuple(out)
 
 
-def _attention(q: jax.Array, k: Blocks, v: Blocks, positions: jax.Array) -> jax.Array:
-    # q [B, 1, H, Dh], positions [B, 1]: each row's token sees its slots up to its own. Decoding is bound by reading the
-    # cache: with the query heads laid out block-diagonally over [Hkv * Dh], keys and values are used as they lie,
-    # without the transpose to [B, Hkv, S, Dh] that batched products per head cost (measured: half the time at 512).
+def _read(blocks: Blocks, rows: jax.Array | None, slots: int) -> jax.Array:
+    """The first `slots` of the rows: [R, Hkv, slots, Dh]."""
+    parts = blocks if rows is None else (jnp.take(block, rows, axis=0, mode="clip") for block in blocks)
+    return jnp.concatenate(list(parts), axis=2)[:, :, :slots]
+
+
+def _attend_one(q: jax.Array, k: Blocks, v: Blocks, positions: jax.Array) -> jax.Array:
+    # q [B, 1, H, Dh], positions [B, 1]: each row's token sees its slots up to its own.
     batch, _, heads, head_dim = q.shape
-    kv_heads = k[0].shape[2]
-    k, v = (tuple(x.reshape(batch, -1, kv_heads * head_dim) for x in blocks) for blocks in (k, v))
-    eye = jnp.eye(kv_heads, dtype=q.dtype)
-    q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    q = jnp.einsum("bkgd,kj->bjdkg", q, eye).reshape(batch, kv_heads * head_dim, heads)
-    scores = [jnp.einsum("bsc,bch->bsh", block, q, preferred_element_type=jnp.float32) for block in k]
-    scores = jnp.concatenate(scores, axis=1) / math.sqrt(head_dim)
-    seen = jnp.arange(scores.shape[1])[None, :, None] <= positions[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=1).astype(v[0].dtype)
-    ends = np.cumsum([block.shape[1] for block in v])[:-1]
-    parts = zip(jnp.split(weights, ends, axis=1), v, strict=True)
-    out = sum(jnp.einsum("bsh,bsc->bhc", part, block) for part, block in parts)
-    out = out.reshape(batch, kv_heads, -1, kv_heads, head_dim)
-    return jnp.einsum("bkgjd,kj->bkgd", out, eye.astype(out.dtype)).reshape(batch, 1, heads, head_dim)
+    q = q.reshape(batch, k[0].shape[1], -1, head_dim)
+    scores = [jnp.einsum("bkgd,bksd->bkgs", q, block, preferred_element_type=jnp.float32) for block in k]
+    scores = jnp.concatenate(scores, axis=-1) / math.sqrt(head_dim)
+    seen = jnp.arange(scores.shape[-1]) <= positions[:, :, None, None]
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    # Divided at the end, not as a softmax before the second product: half the time.
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    parts = jnp.split(weights.astype(v[0].dtype), np.cumsum([block.shape[2] for block in v])[:-1], axis=-1)
+    out = sum(jnp.einsum("bkgs,bksd->bkgd", part, block) for part, block in zip(parts, v, strict=True))
+    out = out / weights.sum(axis=-1, keepdims=True).astype(out.dtype)
+    return out.reshape(batch, 1, heads, head_dim)

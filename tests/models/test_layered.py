@@ -20,21 +20,42 @@ CONFIG = dataclasses.replace(
 )
 
 
+def whole(blocks):
+    """Blocks [B, Hkv, s, Dh] of every layer as one array [L, B, S, Hkv, Dh]."""
+    return np.stack([np.concatenate(layer, axis=2).swapaxes(1, 2) for layer in blocks])
+
+
 def test_tokens_one_by_one_give_the_hidden_states_of_stacked_layers():
     model = Qwen3(CONFIG, rngs=nnx.Rngs(1))
     stacked, layered = init_cache(CONFIG, 3, 12, jnp.float32), LayeredCache.empty(CONFIG, 3, [4, 8, 12], jnp.float32)
     unrolled = Unrolled(model)
-    tokens = np.random.default_rng(0).integers(0, 40, (5, 3, 1)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 40, (6, 3, 1)).astype(np.int32)
     for step, now in enumerate(tokens):
         # The last row stands still: its position lies outside, and nothing of it is stored.
         positions = np.array([[step], [step], [12]], np.int32)
         expected, stacked = model(now, positions, cache=stacked)
         got, layered = unrolled(now, positions, cache=layered, window=8)
         np.testing.assert_allclose(got[:2], expected[:2], atol=1e-5)
-    again = layered.stack()
-    np.testing.assert_allclose(again.k, stacked.k, atol=1e-5)
-    np.testing.assert_allclose(again.v, stacked.v, atol=1e-5)
-    assert not np.asarray(again.k[:, 2]).any() and np.asarray(again.k[:, :2, :5]).all()
-    np.testing.assert_array_equal(layered.unstack(again).v[1][0], layered.v[1][0])
-    assert (layered.batch, layered.max_length) == (3, 12)
+    assert (
+        not whole(layered.k)[:, 2].any() and whole(layered.k)[:, :2, :6].all() and not whole(layered.v)[:, :, 6:].any()
+    )
+    assert (layered.batch, layered.max_length, layered.sizes) == (3, 12, (4, 4, 4))
     np.testing.assert_allclose(unrolled.logits(got), model.logits(got))
+
+
+def test_tokens_of_some_rows_see_what_these_rows_hold_and_leave_the_others_alone():
+    model = Qwen3(CONFIG, rngs=nnx.Rngs(1))
+    unrolled, cache = Unrolled(model), LayeredCache.empty(CONFIG, 4, [4, 12], jnp.float32)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
+    expected, _ = model(tokens)
+    # Rows 3 and 1, first two tokens, then seven across the end of a block; the third row is nobody's.
+    for piece in (np.arange(2), np.arange(2, 9)):
+        now, positions = np.zeros((3, len(piece)), np.int32), np.full((3, len(piece)), 12, np.int32)
+        now[:2], positions[:2] = tokens[:, piece], piece
+        got, cache = unrolled(now, positions, cache=cache, window=9, rows=jnp.array([3, 1, 4]))
+        np.testing.assert_allclose(got[:2], expected[:, piece], atol=1e-5)
+    assert not whole(cache.k)[:, [0, 2]].any() and whole(cache.k)[:, [1, 3], :9].all()
+    # Rows that are taken hold what they held, and can be put elsewhere.
+    moved = cache.put(cache.take(jnp.array([3, 1]), 9), jnp.array([0, 4]))
+    np.testing.assert_array_equal(whole(moved.v)[:, 0, :9], whole(cache.v)[:, 3, :9])
+    np.testing.assert_array_equal(whole(moved.v)[:, 1:], whole(cache.v)[:, 1:])
