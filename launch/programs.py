@@ -285,17 +285,17 @@ def _lower_reference(plan: Plan) -> jax.stages.Lowered:
 
 def _lower_prefill(plan: Plan) -> jax.stages.Lowered:
     engine = _engine(plan)
-    size = engine._pieces[-1]
-    rows = engine.slots if engine._whole else min(engine.slots, max(1, engine._prefill_tokens // size))
+    size = engine.shapes.pieces.sizes[-1]
+    rows = engine.slots if engine.whole else min(engine.slots, max(1, engine.shapes.pieces.most_tokens // size))
     return engine._append.lower(
         graph=plan.graphdef,
         params=plan.params,
         state=_slots(plan, engine),
         tokens=plan.array((rows, size)),
-        rows=None if engine._whole else plan.array((rows,)),
+        rows=None if engine.whole else plan.array((rows,)),
         starts=plan.array((rows,)),
         counts=plan.array((rows,)),
-        window=engine.windows[-1],
+        window=engine.shapes.windows[-1],
     )
 
 
@@ -311,7 +311,7 @@ def _lower_decode(plan: Plan) -> jax.stages.Lowered:
         "sampling": sampling,
         "steps": plan.array(()),
         "enough": plan.array(()),
-        "window": engine.windows[-1],
+        "window": engine.shapes.windows[-1],
     }
     slots = _slots(plan, engine)
     if rollout.engine == "hosted" or plan.config.world.form != "inline":

@@ -15,7 +15,7 @@ On a mesh every process makes the same calls with the same arguments and reads t
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from models.qwen3.sharding import batch_axes
 from . import slots as device
 from .buckets import fit, ladder
 from .params import Completion, SamplingParams, default_keys, slot_sampling
-from .pieces import Pieces, weights_per_token
+from .pieces import Piece, Pieces, weights_per_token
+from .shapes import Shapes
 from .slots import Sampled, Slots
 from .streams import Stream
 
@@ -53,6 +54,7 @@ class Engine:
             steps between on a CPU, where attention is what costs).
         compact: decode few active slots as a small batch. Costs the memory of half the cache, and two to four times
             the programs; not on a mesh that spreads slots.
+        compile_ahead: compile all programs of a kind when the first of it is needed, so that no later call has to.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         prefill_tokens: int = 8192,
         min_window: int = 256,
         compact: bool = True,
+        compile_ahead: bool = False,
     ):
         if slots < 1 or max_length < 2:
             raise ValueError(f"an engine needs slots >= 1 and max_length >= 2, found slots={slots}, {max_length=}")
@@ -86,18 +89,26 @@ class Engine:
         on_cpu = jax.default_backend() == "cpu"
         # Layers taken apart are faster on a CPU, and compile as long as there are many.
         self._layered = on_cpu and self.mesh is None and config.num_hidden_layers <= MOST_LAYERS_APART
-        self.windows = ladder(min_window, max_length, halves=self._layered)
-        self._pieces = ladder(16, min(prefill_chunk, max_length))
-        self._prefill_tokens = max(prefill_tokens, self._pieces[-1])
-        # A forward pass this small takes less time than compiling another program for a smaller one.
-        flops = 1e9 if on_cpu else 1e12
-        cheap_tokens = min(512, int(flops / (2 * weights_per_token(config))))
         # Rows that live on several devices are appended to where they are, all at once.
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
-        self._whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
-        self._calls = Pieces(slots, self._pieces, self._prefill_tokens, cheap_tokens, self._whole)
-        self.compact = compact and not self._whole
+        self.whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
+        coarse = self._layered
+        factor = 4 if coarse else 2
+        sizes = ladder(32 if coarse else 16, min(prefill_chunk, max_length), halves=not coarse, factor=factor)
+        # A forward pass this small takes less time than compiling another program for a smaller one.
+        flops, most = (2e9, 1024) if coarse else (1e9, 512) if on_cpu else (1e12, 512)
+        cheap_tokens = min(most, int(flops / (2 * weights_per_token(config))))
+        self.shapes = Shapes(
+            slots,
+            max_length,
+            windows=ladder(min_window, max_length, halves=coarse),
+            pieces=Pieces(slots, sizes, max(prefill_tokens, sizes[-1]), cheap_tokens, self.whole, factor),
+            coarse=coarse,
+            compact=compact and not self.whole,
+        )
+        self.compile_ahead = compile_ahead
         self.compilations = 0  # programs traced so far
+        self._ahead: set[str] = set()  # kinds of programs that have been compiled ahead
 
         self._append = self.jit(self._append_body, static=("graph", "window"), donate=("state",))
         self._fork = self.jit(self._fork_body, static=("window",), donate=("state",))
@@ -114,6 +125,12 @@ class Engine:
         return jax.jit(counted, static_argnames=tuple(static), donate_argnames=tuple(donate))
 
     # What is compiled.
+
+    def ahead(self, kind: str) -> bool:
+        """Whether all programs of a kind are to be compiled now."""
+        now = self.compile_ahead and kind not in self._ahead
+        self._ahead.add(kind)
+        return now
 
     def pin(self, state: Slots) -> Slots:
         """Keep the state's layout on the mesh, inside a jitted function."""
@@ -149,7 +166,7 @@ class Engine:
 
     def start(self) -> Slots:
         """Empty slots."""
-        return device.empty_slots(self.config, self.slots, self.windows, self.dtype, self.mesh, self._layered)
+        return device.empty_slots(self.config, self.slots, self.shapes.windows, self.dtype, self.mesh, self._layered)
 
     def prefill(
         self, model: Qwen3, state: Slots, prompts: Mapping[int, np.ndarray], keys: Mapping[int, np.ndarray]
@@ -308,48 +325,53 @@ class Engine:
         return nnx.split(model)
 
     def window(self, length: int, rows: np.ndarray | None = None) -> int:
-        """The smallest window of the cache that holds `length` tokens; on a CPU all of it for a batch of few rows.
-
-        What few rows look at costs little there, and is not worth a program for each window.
-        """
-        if self._layered and rows is not None and 4 * len(rows) <= self.slots:
-            return self.max_length
-        return fit(min(length, self.max_length), self.windows)
+        """The smallest window that a decoding loop over such rows has for `length` tokens."""
+        windows = self.shapes.decoding_windows(self.slots if rows is None else len(rows))
+        return fit(min(length, self.max_length), windows)
 
     def rows(self, active: Sequence[int]) -> np.ndarray | None:
         """The slots a decoding loop works on: the active ones, filled up to a bucket with idle ones. None: all.
 
         When most streams of a batch have ended, the rest should not pay for the whole batch.
         """
-        if not self.compact:
-            return None
-        bucket = self.slots
-        while bucket % 2 == 0 and bucket // 2 >= max(len(active), self.slots // 8):
-            bucket //= 2
+        bucket = min(bucket for bucket in self.shapes.decoding_rows() if bucket >= len(active))
         if bucket == self.slots:
             return None
         taken = set(active)
         idle = [slot for slot in range(self.slots) if slot not in taken]
         return np.array([*active, *idle[: bucket - len(active)]], np.int32)
 
+    def decoding_shapes(self) -> Iterator[tuple[np.ndarray | None, int]]:
+        """(rows, window) of every decoding loop there can be."""
+        for count, window in self.shapes.decoding():
+            yield None if count == self.slots else np.arange(count, dtype=np.int32), window
+
     def _forward(self, model, state, tokens: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> Slots:
         """Append `tokens` from `starts` on, in pieces, pieces of like length together."""
         graph, params = self.split(model)
-        for piece in self._calls.split(tokens, starts):
-            rows = None if self._whole else piece.rows
-            window = piece.tokens.shape[1]  # fresh streams see nothing but these tokens
-            if piece.starts.any():
-                window = self.window(int((piece.starts + piece.counts).max()), rows)
-            state = self._append(
+
+        def append(state: Slots, piece: Piece, window: int) -> Slots:
+            return self._append(
                 graph=graph,
                 params=params,
                 state=state,
                 tokens=piece.tokens,
-                rows=rows,
+                rows=None if self.whole else piece.rows,
                 starts=piece.starts,
                 counts=piece.counts,
                 window=window,
             )
+
+        if self.ahead("append"):
+            for rows, size, window in self.shapes.appending():
+                nothing = np.zeros(rows, np.int32)
+                nobody = Piece(np.zeros((rows, size), np.int32), nothing + self.slots, nothing, nothing)
+                state = append(state, nobody, window)
+        for piece in self.shapes.pieces.split(tokens, starts):
+            window = piece.tokens.shape[1]  # fresh streams see nothing but these tokens
+            if piece.starts.any():
+                window = self.shapes.appending_window(window, int((piece.starts + piece.counts).max()))
+            state = append(state, piece, window)
         return state
 
     def _fork_all(self, state: Slots, pairs: Sequence[tuple[int, int]], keys: Sequence[np.ndarray]) -> Slots:
@@ -363,14 +385,18 @@ class Engine:
             raise ValueError(f"slot {empty[0]} is empty and cannot be forked; prefill it first")
         if len(set(targets)) != len(targets):
             raise ValueError(f"fork targets must differ, found {targets}")
-        bucket = 1 << (max(len(pairs), self.slots // 8) - 1).bit_length()
+        if self.ahead("fork"):
+            for copies, window in self.shapes.forking():
+                nobody, none = np.full(copies, self.slots, np.int32), np.zeros((copies, 2), np.uint32)
+                state = self._fork(state=state, sources=nobody * 0, rows=nobody, keys=none, window=window)
+        bucket = self.shapes.forking_rows(len(pairs))
         rows = np.full(bucket, self.slots, np.int32)
         rows[: len(pairs)] = targets
         names = np.zeros((bucket, 2), np.uint32)
         names[: len(pairs)] = keys
         origin = np.full(bucket, sources[0], np.int32)
         origin[: len(pairs)] = sources
-        window = self.window(int(lengths[sources].max()))
+        window = self.shapes.forking_window(int(lengths[sources].max()))
         return self._fork(state=state, sources=origin, rows=rows, keys=names, window=window)
 
     def _chunk(self, model, state, work: dict[int, Stream], steps: int, enough: int | None = None) -> Slots:
@@ -385,19 +411,29 @@ class Engine:
         if rows is not None:
             sampling, budgets, held = jax.tree.map(lambda x: x[rows], (sampling, budgets, held))
         graph, params = self.split(model)
+
+        def decode(state: Slots, rows, sampling, budgets, held, window: int, steps: int, enough: int):
+            return self._decode(
+                graph=graph,
+                params=params,
+                state=state,
+                rows=rows,
+                sampling=sampling,
+                budgets=budgets,
+                min_tokens=held,
+                steps=np.int32(steps),
+                enough=np.int32(enough),
+                window=window,
+            )
+
+        if self.ahead("decode"):
+            for some, window in self.decoding_shapes():
+                count = self.slots if some is None else len(some)
+                none, greedy = np.zeros(count, np.int32), slot_sampling(count, {}, sampling.stop_ids.shape[1])
+                state, _ = decode(state, some, greedy, none, none, window, 0, 1)
         longest = max(s.length + min(steps, s.budget - s.drawn) for s in live.values())
-        state, out = self._decode(
-            graph=graph,
-            params=params,
-            state=state,
-            rows=rows,
-            sampling=sampling,
-            budgets=budgets,
-            min_tokens=held,
-            steps=np.int32(steps),
-            enough=np.int32(self.slots + 1 if enough is None else enough),
-            window=self.window(longest, rows),
-        )
+        enough = self.slots + 1 if enough is None else enough
+        state, out = decode(state, rows, sampling, budgets, held, self.window(longest, rows), steps, enough)
         out = Sampled(*(np.asarray(x) for x in out))
         for row, slot in enumerate(range(self.slots) if rows is None else rows.tolist()):
             if slot in live:

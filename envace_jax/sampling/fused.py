@@ -214,18 +214,27 @@ class FusedLoop:
         rows = self.engine.rows(np.flatnonzero(running).tolist())
         graph, params = self.engine.split(model)
         second_graph, second_params = (None, None) if rehearser is None else self.engine.split(rehearser)
-        state, record, counts, taken = self._run(
-            graph=graph,
-            params=params,
-            second_graph=second_graph,
-            second_params=second_params,
-            state=state,
-            rows=rows,
-            sampling=self._sampling if rows is None else jax.tree.map(lambda x: x[rows], self._sampling),
-            steps=np.int32(steps),
-            enough=np.int32(self.engine.slots + 1 if enough is None else enough),
-            window=self.engine.window(int(lengths[running].max(initial=0)) + steps, rows),
-        )
+
+        def run(state: FusedState, rows: np.ndarray | None, window: int, steps: int, enough: int):
+            return self._run(
+                graph=graph,
+                params=params,
+                second_graph=second_graph,
+                second_params=second_params,
+                state=state,
+                rows=rows,
+                sampling=self._sampling if rows is None else jax.tree.map(lambda x: x[rows], self._sampling),
+                steps=np.int32(steps),
+                enough=np.int32(enough),
+                window=window,
+            )
+
+        if self.engine.ahead(f"run {id(self)}"):
+            for some, window in self.engine.decoding_shapes():
+                state, *_ = run(state, some, window, 0, 1)
+        window = self.engine.window(int(lengths[running].max(initial=0)) + steps, rows)
+        enough = self.engine.slots + 1 if enough is None else enough
+        state, record, counts, taken = run(state, rows, window, steps, enough)
         record, counts = Recorded(*(np.asarray(x) for x in record)), np.asarray(counts)
         for row in np.flatnonzero(counts).tolist():
             slot = row if rows is None else int(rows[row])

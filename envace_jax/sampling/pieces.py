@@ -8,7 +8,7 @@ import numpy as np
 
 from models.qwen3 import Qwen3Config
 
-from .buckets import fit, row_batches
+from .buckets import fit, row_batches, row_buckets
 
 
 class Piece(NamedTuple):
@@ -25,7 +25,8 @@ class Pieces:
     """The shapes of an engine of `slots`.
 
     sizes: lengths of a piece; the last is the longest. most_tokens: of one call, padding included. cheap_tokens: so few
-    that a smaller call is not worth a program. whole: a call has one row for every slot, in its place.
+    that a smaller call is not worth a program. whole: a call has one row for every slot, in its place. factor: from one
+    number of rows to the next.
     """
 
     slots: int
@@ -33,6 +34,13 @@ class Pieces:
     most_tokens: int
     cheap_tokens: int
     whole: bool
+    factor: int = 2
+
+    def shapes(self) -> Iterator[tuple[int, int]]:
+        """(rows, tokens of each) of every call there can be."""
+        for size in self.sizes:
+            for rows in [self.slots] if self.whole else row_buckets(*self._limits(size), self.factor):
+                yield rows, size
 
     def split(self, tokens: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> Iterator[Piece]:
         """`tokens` int32[T] by slot, to be appended from `starts` on; to be made in this order."""
@@ -40,9 +48,9 @@ class Pieces:
         while left:
             order = sorted(left, key=lambda slot: -len(left[slot][0]))
             while order:
-                size = fit(min(len(left[order[0]][0]), self.sizes[-1]), self.sizes)
+                size = self._size(len(left[order[0]][0]))
                 # What is much shorter would be mostly padding here, and goes by itself.
-                alike = [s for s in order if 2 * len(left[s][0]) > size or size == self.sizes[0]]
+                alike = [s for s in order if 2 * len(left[s][0]) > size or self._size(len(left[s][0])) == size]
                 if self.whole:
                     rows, bucket = len(order), self.slots
                 else:
@@ -61,11 +69,18 @@ class Pieces:
                         left[slot] = (new[size:], start + size)
                 yield Piece(padded, index, first, counts)
 
+    def _size(self, tokens: int) -> int:
+        return fit(min(tokens, self.sizes[-1]), self.sizes)
+
     def _batch(self, count: int, size: int) -> tuple[int, int]:
         """(rows, bucket) of the first call for `count` pieces of `size` tokens, as `row_batches`, bounded by tokens."""
+        return next(row_batches(count, *self._limits(size), self.factor))
+
+    def _limits(self, size: int) -> tuple[int, int]:
+        """The most and the fewest rows of a call for pieces of `size` tokens."""
         most = 1 << (self.slots - 1).bit_length()
         cheap = 1 << max(0, (self.cheap_tokens // size).bit_length() - 1)
-        return next(row_batches(count, max(1, self.most_tokens // size), min(cheap, most)))
+        return min(most, max(1, self.most_tokens // size)), min(cheap, most)
 
 
 def weights_per_token(config: Qwen3Config) -> int:

@@ -2,12 +2,13 @@
 
 import pytest
 
-from envace_jax.sampling.buckets import fit, ladder, row_batches
+from envace_jax.sampling.buckets import fit, ladder, row_batches, row_buckets
 
 
 def test_ladders_reach_exactly_to_the_end():
     assert ladder(64, 400) == (64, 96, 128, 192, 256, 384, 400)
     assert ladder(64, 400, halves=False) == (64, 128, 256, 400)
+    assert ladder(32, 600, halves=False, factor=4) == (32, 128, 512, 600)
     assert ladder(64, 64) == (64,)
     assert ladder(64, 20) == (20,)
 
@@ -29,3 +30,12 @@ def test_row_batches_waste_at_most_a_quarter():
         assert sum(rows for rows, _ in batches) == count
         for rows, bucket in batches:
             assert bucket <= 16 and bucket & (bucket - 1) == 0 and 4 * rows >= 3 * bucket
+
+
+def test_row_batches_make_the_listed_buckets():
+    assert row_buckets(28, 4) == [4, 8, 16] and row_buckets(128, 8, factor=4) == [8, 32, 128]
+    assert list(row_batches(40, 128, 8, factor=4)) == [(32, 32), (8, 8)]
+    assert list(row_batches(100, 128, 8, factor=4)) == [(100, 128)]
+    for factor in (2, 4):
+        made = {bucket for count in range(1, 200) for _, bucket in row_batches(count, 128, 8, factor)}
+        assert made == set(row_buckets(128, 8, factor))
