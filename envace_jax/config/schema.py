@@ -107,6 +107,7 @@ class RolloutConfig:
     engine: Literal["hosted", "fused"] = "fused"
     slots: int | None = None  # rows of the KV cache, over all processes; null: one per episode of a step
     look_every: int = 64  # fused: tokens between two looks of the host
+    compile_ahead: bool = False  # all programs of a kind at the first need of one, so that no later step has to
 
     def __post_init__(self) -> None:
         _require_positive(

@@ -262,6 +262,7 @@ def _make_engine(
         prefill_chunk=min(-(-longest // 32) * 32, 512),
         min_window=512,
         compact=compact,
+        compile_ahead=settings.compile_ahead,
         mesh=where.mesh if isinstance(where, NamedSharding) else None,
     )
 

@@ -92,6 +92,7 @@ def make_rollout(
         max_length=settings.max_length,
         vocab_size=chat.vocab_size,
         mesh=mesh,
+        compile_ahead=settings.compile_ahead,
     )
 
     def run(model: Qwen3, tasks: Sequence[Task], step: int, **arguments: Any) -> list[Trajectory]:
