@@ -50,8 +50,8 @@ class Engine:
         decode_chunk: most tokens a slot samples between two looks of the host.
         prefill_chunk: most tokens of a prompt that are forwarded at once; longer ones go in pieces.
         prefill_tokens: most tokens, padding included, that one prefill call forwards; bounds its memory.
-        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long (with
-            steps between on a CPU, where attention is what costs).
+        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long. For
+            small models on a CPU they begin at half the cache, with steps between.
         compact: decode few active slots as a small batch. Costs the memory of half the cache, and two to four times
             the programs; not on a mesh that spreads slots.
         compile_ahead: compile all programs of a kind when the first of it is needed, so that no later call has to.
@@ -93,15 +93,16 @@ class Engine:
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
         self.whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
         coarse = self._layered
-        factor = 4 if coarse else 2
-        sizes = ladder(32 if coarse else 16, min(prefill_chunk, max_length), halves=not coarse, factor=factor)
+        chunk, factor = min(prefill_chunk, max_length), 4 if coarse else 2
+        sizes = ladder(64, chunk, halves=False, factor=8) if coarse else ladder(16, chunk)
+        first = max(min_window, max_length // 2) if coarse else min_window
         # A forward pass this small takes less time than compiling another program for a smaller one.
         flops, most = (2e9, 1024) if coarse else (1e9, 512) if on_cpu else (1e12, 512)
         cheap_tokens = min(most, int(flops / (2 * weights_per_token(config))))
         self.shapes = Shapes(
             slots,
             max_length,
-            windows=ladder(min_window, max_length, halves=coarse),
+            windows=ladder(first, max_length, halves=coarse),
             pieces=Pieces(slots, sizes, max(prefill_tokens, sizes[-1]), cheap_tokens, self.whole, factor),
             coarse=coarse,
             compact=compact and not self.whole,
@@ -368,9 +369,9 @@ class Engine:
                 nobody = Piece(np.zeros((rows, size), np.int32), nothing + self.slots, nothing, nothing)
                 state = append(state, nobody, window)
         for piece in self.shapes.pieces.split(tokens, starts):
-            window = piece.tokens.shape[1]  # fresh streams see nothing but these tokens
-            if piece.starts.any():
-                window = self.shapes.appending_window(window, int((piece.starts + piece.counts).max()))
+            size, longest = piece.tokens.shape[1], int((piece.starts + piece.counts).max())
+            goes_on = piece.starts.any()
+            window = self.shapes.appending_window(size, longest) if goes_on else self.shapes.fresh_window(size)
             state = append(state, piece, window)
         return state
 

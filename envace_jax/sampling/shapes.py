@@ -24,17 +24,15 @@ class Shapes:
     compact: bool
 
     def decoding_windows(self, rows: int) -> tuple[int, ...]:
-        """The windows of a decoding loop over `rows`. Where shapes are coarse, a part of the slots has the doubled ones
-        only and a quarter none but all of the cache: what few rows look at costs little."""
-        if self.coarse and 4 * rows <= self.slots:
-            return (self.max_length,)
-        return self._doubled if self.coarse and rows < self.slots else self.windows
+        """The windows of a decoding loop over `rows`; where shapes are coarse, a part of the slots has but one."""
+        return (self.max_length,) if self.coarse and rows < self.slots else self.windows
 
     def decoding_rows(self) -> list[int]:
-        """How many rows a decoding loop may work on: all slots, then halves down to an eighth."""
-        buckets = [self.slots]
-        while self.compact and buckets[-1] % 2 == 0 and buckets[-1] // 2 >= self.slots / 8:
-            buckets.append(buckets[-1] // 2)
+        """How many rows a decoding loop may work on: all, a half, a quarter and an eighth; where coarse no quarter."""
+        buckets, divisor = [self.slots], 2
+        while self.compact and divisor <= 8 and self.slots % divisor == 0:
+            buckets.append(self.slots // divisor)
+            divisor *= 4 if self.coarse else 2
         return buckets
 
     def decoding(self) -> Iterator[tuple[int, int]]:
@@ -47,9 +45,14 @@ class Shapes:
         return fit(longest, self._appending_windows(size))
 
     def appending(self) -> Iterator[tuple[int, int, int]]:
-        """(rows, tokens of each, window) of every call that appends; fresh streams look at nothing but the tokens."""
+        """(rows, tokens of each, window) of every call that appends."""
         for rows, size in self.pieces.shapes():
-            yield from ((rows, size, window) for window in sorted({size, *self._appending_windows(size)}))
+            windows = {self.fresh_window(size), *self._appending_windows(size)}
+            yield from ((rows, size, window) for window in sorted(windows))
+
+    def fresh_window(self, size: int) -> int:
+        """Of a call for pieces of `size` tokens that all begin a stream, which see nothing but themselves."""
+        return size if not self.coarse or size == self.pieces.sizes[-1] else self.max_length
 
     def forking_window(self, longest: int) -> int:
         """Of a call that copies streams of up to `longest` tokens."""
@@ -65,16 +68,12 @@ class Shapes:
             yield from ((rows, window) for window in self._forking_windows)
 
     @property
-    def _doubled(self) -> tuple[int, ...]:
-        return ladder(self.windows[0], self.max_length, halves=False)
-
-    @property
     def _forking_rows(self) -> tuple[int, ...]:
         return ladder(max(1, self.slots // 8), self.slots, halves=False, factor=4 if self.coarse else 2)
 
     @property
     def _forking_windows(self) -> tuple[int, ...]:
-        return self._doubled if self.coarse else self.windows
+        return self._appending_windows(0)
 
     def _appending_windows(self, size: int) -> tuple[int, ...]:
         windows = (self.max_length,) if self.coarse else self.windows
