@@ -1,6 +1,7 @@
 """The simulator form through the real engine: what each cache is spared, and that no record notices."""
 
 import dataclasses
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +64,7 @@ def rollout(lines, policy):
     """Sixteen episodes of two tasks, and an engine that knows what was forwarded for rehearsals and for the actor."""
 
     class Watched(Engine):
-        rehearsing, forwarded, asked = False, {True: 0, False: 0}, []
+        rehearsing, forwarded, batches = False, {True: 0, False: 0}, []
 
         def _forward(self, model, state, tokens, starts):
             self.forwarded[self.rehearsing] += sum(map(len, tokens.values()))
@@ -71,7 +72,7 @@ def rollout(lines, policy):
 
         def generate(self, model, prompts, *arguments, **named):
             self.rehearsing = True
-            self.asked += prompts
+            self.batches.append(prompts)
             out = super().generate(model, prompts, *arguments, **named)
             self.rehearsing = False
             return out
@@ -81,7 +82,10 @@ def rollout(lines, policy):
         policy.config, slots=16, max_length=700, vocab_size=lines.vocab_size, min_window=700, compact=False
     )
     world = RehearsalWorld(Simulator(thinking=False))
-    return run_episodes(engine, policy, lines, [make_task(1), make_task(2)], settings=settings, world=world), engine
+    two = make_task(2)
+    others = [two.messages[0], {"role": "user", "content": "Do another."}, *two.messages[2:]]
+    tasks = [make_task(1), dataclasses.replace(two, id="other", messages=others)]
+    return run_episodes(engine, policy, lines, tasks, settings=settings, world=world), engine
 
 
 def test_the_actors_stream_is_extended_and_never_read_again(rollout):
@@ -96,9 +100,16 @@ def test_the_actors_stream_is_extended_and_never_read_again(rollout):
 
 def test_rehearsals_of_a_task_read_what_their_prompts_share_once_a_batch(rollout):
     records, engine = rollout
-    whole = sum(map(len, engine.asked))
-    assert len(engine.asked) == sum(REHEARSE in t.roles for t in records) >= 4
-    assert engine.forwarded[True] < 0.6 * whole
+    task_of = {t.tokens[: int((t.roles > 0).argmax())].tobytes(): t.group for t in records if REHEARSE in t.roles}
+    read = whole = 0
+    for batch in engine.batches:
+        for task in (0, 1):
+            prompts = [prompt.tolist() for prompt in batch if task_of[prompt.tobytes()] == task]
+            common = len(os.path.commonprefix(prompts))
+            read += common + sum(len(prompt) - common for prompt in prompts)
+            whole += sum(map(len, prompts))
+    assert sum(map(len, engine.batches)) == sum(REHEARSE in t.roles for t in records) >= 4
+    assert engine.forwarded[True] == read < whole
 
 
 def test_what_was_spared_shows_in_no_record(rollout, policy, lines):
