@@ -34,6 +34,15 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file.", show_default=False),
 ]
 
+Coordinator = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", envvar="ENVACE_COORDINATOR", help="Where process 0 listens.")
+]
+Processes = Annotated[int | None, typer.Option(envvar="ENVACE_PROCESSES", help="How many there are.", min=1)]
+Process = Annotated[int | None, typer.Option(envvar="ENVACE_PROCESS", help="This one's number.", min=0)]
+Distributed = Annotated[
+    bool, typer.Option("--distributed", envvar="ENVACE_DISTRIBUTED", help="Find the others by the environment.")
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -59,14 +68,10 @@ def _options(
 def train(
     config: ConfigArg,
     overrides: Overrides = None,
-    coordinator: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", envvar="ENVACE_COORDINATOR", help="Where process 0 listens.")
-    ] = None,
-    processes: Annotated[int | None, typer.Option(envvar="ENVACE_PROCESSES", help="How many there are.", min=1)] = None,
-    process: Annotated[int | None, typer.Option(envvar="ENVACE_PROCESS", help="This one's number.", min=0)] = None,
-    distributed: Annotated[
-        bool, typer.Option("--distributed", envvar="ENVACE_DISTRIBUTED", help="Find the others by the environment.")
-    ] = False,
+    coordinator: Coordinator = None,
+    processes: Processes = None,
+    process: Process = None,
+    distributed: Distributed = False,
 ) -> None:
     """Train by role-wise GRPO; resumes by itself when output_dir holds a checkpoint.
 
@@ -84,12 +89,24 @@ def train(
 
 
 @app.command(epilog=example("envace sft configs/mini_sft.yaml", "envace sft configs/mini_sft.yaml train.steps=100"))
-def sft(config: ConfigArg, overrides: Overrides = None) -> None:
-    """Supervised warm start on both roles."""
-    from envace_jax import train
+def sft(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    coordinator: Coordinator = None,
+    processes: Processes = None,
+    process: Process = None,
+    distributed: Distributed = False,
+) -> None:
+    """Supervised warm start on both roles; on several hosts as `envace train`."""
     from envace_jax.config import SFTConfig, load_config
 
-    train.sft(load_config(config, overrides or (), SFTConfig))
+    settings = load_config(config, overrides or (), SFTConfig)
+    from envace_jax.train import start
+
+    start.connect(coordinator, processes, process, search=distributed, faults=settings.faults)
+    from envace_jax import train
+
+    train.sft(settings)
 
 
 @app.command(epilog=example("envace rollout configs/mini.yaml --out episodes.jsonl rollout.tasks_per_step=4"))

@@ -23,8 +23,8 @@ from envace_jax.errors import ConfigError
 T = TypeVar("T")
 
 # What a resumed run may change: how far and where it runs and what is looked at, never what is being optimised.
-# `output_dir` is where the run was found, so a moved run directory resumes too.
-MAY_CHANGE = ("output_dir", "train.steps", "evaluation", "logging", "mesh", "faults")
+# `output_dir` is where the run was found, so a moved run directory resumes too, and so do moved checkpoints.
+MAY_CHANGE = ("output_dir", "train.steps", "train.checkpoints", "evaluation", "logging", "mesh", "faults")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[T] = Config) -> T:

@@ -22,6 +22,13 @@ def _require_positive(section: str, config: object, *names: str) -> None:
         _require(value is None or value > 0, f"{section}.{name} must be positive, found {value}")
 
 
+def _require_directory(output_dir: str) -> None:
+    _require(
+        "://" not in output_dir,
+        f"output_dir={output_dir} must be a directory; checkpoints may lie in a bucket: set train.checkpoints",
+    )
+
+
 @dataclass(frozen=True)
 class EndpointConfig:
     """An OpenAI-compatible chat endpoint: a judge or an external simulator."""
@@ -187,8 +194,13 @@ class OptimConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
     save_every: int = 10  # steps between checkpoints
     keep: int | None = 3  # checkpoints kept; null: all
+    checkpoints: str | None = None  # where they lie: a directory or gs://BUCKET/NAME; null: in the run directory
 
     def __post_init__(self) -> None:
+        _require(
+            "://" not in (self.checkpoints or "") or self.checkpoints.startswith("gs://"),
+            f"train.checkpoints={self.checkpoints}: expected a directory or gs://BUCKET/NAME",
+        )
         _require_positive("train", self, "steps", "learning_rate", "grad_clip", "micro_batch", "row_length")
         _require_positive("train", self, "save_every", "keep")
         _require(
@@ -307,6 +319,7 @@ class Config:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
+        _require_directory(self.output_dir)
         _require(
             self.reward.overlong != "shape" or self.reward.overlong_buffer <= self.rollout.max_length,
             f"reward.overlong_buffer={self.reward.overlong_buffer} must not exceed "
@@ -382,8 +395,10 @@ class SFTConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
+        _require_directory(self.output_dir)
         _require(
             (self.model is None) != (self.architecture is None),
             "set either model (a directory with weights) or architecture (random weights), not both and not neither",

@@ -1,7 +1,7 @@
 """Checkpoints of runs, and the way from and to Hugging Face directories.
 
     RUN/model_source/        config.json, tokenizer, template, generation config: what a model is besides its weights
-    RUN/checkpoints/STEP/    params, optimizer, metadata (Orbax); appears whole or not at all
+    RUN/checkpoints/STEP/    params, optimizer, metadata (Orbax); appears whole or not at all; see `stores`
 
 Arrays are stored flat, by name, so a checkpoint does not depend on how a library nests its trees, and are restored
 straight to their shards on whatever mesh asks for them.
@@ -25,17 +25,18 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from envace_jax.errors import CheckpointError
+from envace_jax.train.gate import Gate
 from envace_jax.train.optim import named
 from envace_jax.train.processes import processes
 from envace_jax.train.state import TrainState
+from envace_jax.train.stores import CHECKPOINTS, ITEMS, check_room, located, put, set_aside_incomplete, store, whole
 from models.qwen3 import CheckpointError as ModelError
 from models.qwen3 import Qwen3, Qwen3Config, compare_logits, load_hf, save_hf, verify_hf
 from models.qwen3.saving import check_target
 from models.qwen3.sharding import make_mesh, state_shardings
 from models.qwen3.weights import stored_dtype
 
-SOURCE, CHECKPOINTS = "model_source", "checkpoints"
-_ITEMS = ("params", "optimizer", "metadata")
+SOURCE = "model_source"
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack")
 
 
@@ -44,12 +45,15 @@ class Checkpoints:
 
     Args:
         run: the run directory.
+        place: a directory or URL (gs://) where they lie instead; None: where they lay before, or in the run directory.
         keep: how many of the latest are kept; None: all.
         read_only: neither creates nor cleans anything up, so that a run still going on can be read.
     """
 
-    def __init__(self, run: str | Path, *, keep: int | None = 3, read_only: bool = False):
-        self.directory = Path(run).absolute() / CHECKPOINTS
+    def __init__(self, run: str | Path, *, place: str | None = None, keep: int | None = 3, read_only: bool = False):
+        if place is not None:
+            processes().each("naming a place", lambda: put(run, place) if processes().index == 0 else None)
+        self.directory = store(run) if place is None else located(place)
         self._keep, self._read_only = keep, read_only
         self.set_aside: list[str] = []  # checkpoints found half-written, which do not count
         self._open()
@@ -59,27 +63,49 @@ class Checkpoints:
         if not self._read_only:
             # Before any process looks which steps there are.
             self.set_aside = processes().each("opening checkpoints", self._clean_up)[0]
+        everyone, asynchronous = processes(), ocp.AsyncOptions()
+        if everyone.count > 1:
+            gate = Gate(everyone.index, everyone.count, everyone.client, f"envace/gate/{everyone.rounds}")
+            asynchronous = ocp.AsyncOptions(barrier_sync_fn=gate)
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_names=_ITEMS,
+            item_names=ITEMS,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None if self._read_only else self._keep,
                 create=not self._read_only,
                 cleanup_tmp_directories=not self._read_only,
                 read_only=self._read_only,
+                async_options=asynchronous,
             ),
         )
 
     def _clean_up(self) -> list[str]:
-        return _set_aside_incomplete(self.directory) if processes().index == 0 else []
+        if processes().index != 0:
+            return []
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return set_aside_incomplete(self.directory)
 
-    def reopen(self) -> None:
-        """After a failure to write: what was begun is given up."""
+    def probe(self, state: TrainState) -> None:
+        """Raises OSError when the store takes no file, or has no room for this process's part of `state`.
+
+        To be agreed on before a save: within Orbax a process that fails would leave the others waiting.
+        """
+        mine = sum(
+            shard.data.nbytes
+            for array in jax.tree.leaves(state)
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        check_room(self.directory, mine, processes().index)
+
+    def give_up(self) -> None:
+        """After a failure to write: what was begun is given up, and the store is opened anew with the next save."""
         try:
             self._manager.close()
         except Exception:  # the failure again
             pass
-        self._open()
+        self._manager = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -89,12 +115,16 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The step of the latest complete checkpoint."""
-        return max(_steps(self.directory), default=None)
+        return max(whole(self.directory), default=None)
 
     def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
         """Starts saving `state` under its step; returns once the state may be donated. A step saved before is kept."""
         step = int(state.step)
-        if step == self._begun or step in _steps(self.directory):  # one that is still being written is not listed yet
+        if self._manager is None:
+            self._open()
+        # One that is still being written is not listed yet. Process 0 decides: disks tell of news late.
+        there = processes().each("what is there", lambda: whole(self.directory) if processes().index == 0 else [])[0]
+        if step == self._begun or step in there:
             return
         optimizer = {**_flat(state.opt_state), "step": state.step, "skipped": state.skipped}
         self._manager.save(
@@ -143,11 +173,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for what is being saved and releases the directory."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+            self._manager.close()
 
     def _existing(self, step: int | None) -> int:
-        steps = _steps(self.directory)
+        steps = whole(self.directory)
         if not steps:
             raise CheckpointError(f"{self.directory}: no complete checkpoint there")
         if step is not None and step not in steps:
@@ -169,7 +200,7 @@ class Checkpoints:
         try:
             yield
         except (ValueError, KeyError, TypeError, OSError) as error:
-            others = [s for s in _steps(self.directory) if s != step]
+            others = [s for s in whole(self.directory) if s != step]
             remedy = f"remove it to use step {max(others)}" if others else "start again in another directory"
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{self.directory / str(step)}: cannot be restored ({reason}); {remedy}") from error
@@ -177,7 +208,7 @@ class Checkpoints:
 
 def has_checkpoint(run: str | Path) -> bool:
     """Whether a run directory holds a complete checkpoint."""
-    return bool(_steps(Path(run) / CHECKPOINTS))
+    return bool(whole(store(run)))
 
 
 def load_model(
@@ -338,7 +369,7 @@ def _resolve(source: Path) -> tuple[Path, int | None]:
         run, step = source.parent.parent, int(source.name)
     else:
         run, step = (source.parent if source.name == CHECKPOINTS else source), None
-    steps = _steps(run / CHECKPOINTS)
+    steps = whole(store(run))
     if not steps or (step is not None and step not in steps):
         found = f"there are steps {_listed(steps)}" if steps else "no complete checkpoint is there"
         raise CheckpointError(
@@ -360,30 +391,6 @@ def _describes(directory: Path, config: Qwen3Config) -> bool:
         return Qwen3Config.from_hf(directory) == config
     except (FileNotFoundError, ValueError, KeyError):
         return False
-
-
-def _steps(directory: Path) -> list[int]:
-    """Steps whose checkpoint is complete."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and _complete(path))
-
-
-def _complete(checkpoint: Path) -> bool:
-    return (checkpoint / "_CHECKPOINT_METADATA").is_file() and all((checkpoint / item).is_dir() for item in _ITEMS)
-
-
-def _set_aside_incomplete(directory: Path) -> list[str]:
-    """Orbax takes any directory with a number for a checkpoint: a copy that broke off must not be the latest. What
-    Orbax itself left unfinished has another name, and it removes it. Returns the names of both."""
-    found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if path.name.isdecimal() and not _complete(path):
-            path.rename(path.with_name(f"{path.name}.incomplete"))
-            found.append(path.name)
-        elif "orbax-checkpoint-tmp" in path.name:
-            found.append(path.name.partition(".")[0])
-    return found
 
 
 def _flat(tree: Any) -> dict[str, Any]:

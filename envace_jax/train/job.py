@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from envace_jax.chat import ChatTokenizer
-from envace_jax.config import Config, MeshConfig, to_dict
+from envace_jax.config import Config, MeshConfig, diff_on_resume, to_dict
 from envace_jax.errors import CheckpointError, ConfigError
 from envace_jax.grpo import TokenBatch
 from envace_jax.rollout.judges import Judging
@@ -197,12 +197,18 @@ def prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollout
     with everyone.alike():
         local_mesh(mesh, everyone.index)
     found = everyone.each("looking for checkpoints", checkpoints.latest)[0]
-    partner = Partner(out, keep=train.keep) if config.world.split_parameters else None
+    place = train.checkpoints
+    partner = Partner(out, place=place, keep=train.keep) if config.world.split_parameters else None
+    saved = {} if found is None else checkpoints.metadata(found)
+    with everyone.alike():
+        _same_run(config, saved.get("config"), f"{checkpoints.directory}/{found}")
 
     def read_model() -> tuple[Qwen3, Path]:
         if found is None:
             return load_model(config.model, mesh, **settings), tokenizer_directory(config.model)
-        return build(Qwen3Config.from_hf(out / SOURCE), mesh), out / SOURCE
+        # The run directory may be a new one, where checkpoints lie elsewhere.
+        source = out / SOURCE if (out / SOURCE / "config.json").is_file() else tokenizer_directory(config.model)
+        return build(Qwen3Config.from_hf(saved["model"]), mesh), source
 
     def build(model_config: Qwen3Config, on: Mesh | None) -> Qwen3:
         return nnx.eval_shape(lambda: Qwen3(model_config, rngs=nnx.Rngs(0), mesh=on, **settings))
@@ -227,12 +233,13 @@ def prepare(config: Config, checkpoints: Checkpoints, mesh: Mesh | None, rollout
     optimizer = make_optimizer(train)
     like = abstract_state(params, optimizer, mesh)
     reference = None
+    for directory in (out,) if partner is None else (out, partner.directory):
+        write_model_source(directory, source, model_config)
     if found is None:
-        write_model_source(out, source, model_config)
         if config.grpo.kl != "none":
             reference = jax.tree.map(jnp.copy, params)
         if partner is not None:
-            partner.begin(source, model_config, params, optimizer, mesh)
+            partner.begin(params, optimizer, mesh)
         state = create_state(params, optimizer, mesh)
         headline = f"{config.model}: training from step 0 to {train.steps}"
     else:
@@ -292,6 +299,15 @@ def device_mesh(config: MeshConfig) -> Mesh | None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return None if mesh.size == 1 else mesh
+
+
+def _same_run(config: Config, saved: Mapping[str, Any] | None, where: str) -> None:
+    """Raises CheckpointError, naming the settings, when a checkpoint is another run's."""
+    keys = [] if saved is None else diff_on_resume(saved, config)
+    if keys:
+        raise CheckpointError(
+            f"{where}: is of another run, which differs in {', '.join(keys[:5])}; name another place for checkpoints"
+        )
 
 
 def read_tokenizer(directory: Path, config: Qwen3Config) -> ChatTokenizer:

@@ -26,14 +26,13 @@ from envace_jax.errors import EndpointError
 from envace_jax.grpo import ACT, REHEARSE
 from envace_jax.train.batch import assign_advantages, episode_metrics
 from envace_jax.train.checkpoint import Checkpoints
-from envace_jax.train.job import Job, Rollout, device_mesh, prepare
+from envace_jax.train.job import Job, Rollout, prepare
 from envace_jax.train.optim import make_schedule
 from envace_jax.train.outline import Outline
-from envace_jax.train.processes import processes
 from envace_jax.train.progress import Progress
-from envace_jax.train.record import Metrics, claim, read_metrics, write_trajectories
+from envace_jax.train.record import Metrics, read_metrics, write_trajectories
 from envace_jax.train.saving import Saving
-from envace_jax.train.start import check_alike
+from envace_jax.train.session import session
 from envace_jax.train.state import TrainState
 from envace_jax.train.stopping import EXIT_STATUS, Stopping, StopRun
 from envace_jax.train.throughput import peak_flops, step_flops
@@ -56,36 +55,33 @@ def run(config: Config, *, evaluate: Evaluate | None = None, rollout: Rollout | 
         EndpointError: too many episodes of a step have no verdict; all steps before it are saved.
         SystemExit: stopped by SIGTERM (75) or Ctrl-C (130), with all finished steps saved.
     """
-    out, everyone = Path(config.output_dir), processes()
-    with everyone.alike():
-        mesh = device_mesh(config.mesh)
-    check_alike(everyone, config)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(everyone.together("claiming the run directory", lambda: claim(config)))
-        everyone.wait_s = config.faults.wait_s  # until here nobody had much to do
-        stopping = everyone.stopping = stack.enter_context(Stopping())
-        stack.callback(setattr, everyone, "stopping", None)
-        watch = stack.enter_context(Watch(everyone, out, heartbeat_s=config.faults.heartbeat_s))
-        try:
-            checkpoints = stack.enter_context(Checkpoints(out, keep=config.train.keep))
-            job = prepare(config, checkpoints, mesh, rollout)
-            for part in (job.judging, job.partner):
-                if part is not None:
-                    stack.enter_context(contextlib.closing(part))
-            log = stack.enter_context(Metrics(out, job.step or -1, tensorboard=config.logging.tensorboard))
-            progress = stack.enter_context(
-                Progress(
-                    config.train.steps,
-                    job.step,
-                    print_every=config.logging.print_every,
-                    console=None if everyone.index == 0 else Console(quiet=True),
-                )
+    out = Path(config.output_dir)
+    with session(config) as here:
+        everyone = here.processes
+        checkpoints = here.enter(Checkpoints(out, place=config.train.checkpoints, keep=config.train.keep))
+        job = prepare(config, checkpoints, here.mesh, rollout)
+        for part in (job.judging, job.partner):
+            if part is not None:
+                here.enter(contextlib.closing(part))
+        log = here.enter(Metrics(out, job.step or -1, tensorboard=config.logging.tensorboard))
+        progress = here.enter(
+            Progress(
+                config.train.steps,
+                job.step,
+                print_every=config.logging.print_every,
+                console=None if everyone.index == 0 else Console(quiet=True),
             )
-            saving = Saving(job, checkpoints, everyone, saves_behind=config.faults.saves_behind, note=progress.note)
-            _train(job, saving, log, stopping, progress, watch, evaluate if config.evaluation.every else None)
-        except BaseException as error:
-            watch.failed(error)
-            raise
+        )
+        saving = Saving(
+            checkpoints,
+            everyone,
+            metadata=job.metadata,
+            partner=job.partner,
+            saves_behind=config.faults.saves_behind,
+            note=progress.note,
+        )
+        evaluate = evaluate if config.evaluation.every else None
+        _train(job, saving, log, here.stopping, progress, here.watch, evaluate)
     return out
 
 
@@ -104,6 +100,7 @@ def _train(
     saved_s = 0.0
     compiled, schedule, trace = _Compilations(), make_schedule(train), _Trace(out, config.logging.profile)
     progress.note(job.headline)
+    everyone.agreed()
     try:
         while step < train.steps:
             watch.step = step
@@ -126,7 +123,7 @@ def _train(
             trajectories, own = job.own(sampled, advantages)
             rate = schedule((step - int(state.skipped)) * train.updates_per_batch)
             synced = everyone.waited()
-            told = judged | {"rollout_s": sampled.seconds, "judge_s": job.judge_seconds(), "sync_s": synced}
+            told = judged | {"rollout_s": sampled.seconds, "judge_s": job.judge_seconds()}
             roles = (ACT, REHEARSE) if job.partner is None else (ACT,)
             state, metrics, told = job.learn(state, trajectories, own, roles, told)
             if job.partner is not None:
@@ -144,8 +141,7 @@ def _train(
                 "time/train_s": ended - learning,
                 "time/judge_s": sum(figures["judge_s"] for figures in told),
                 "time/sync_s": synced + everyone.waited(),
-                # The last one to come waits for nobody: what is left is what agreeing takes.
-                "time/agreement_s": min(figures["sync_s"] for figures in told),
+                "time/agreement_s": everyone.agreed(),
                 "time/checkpoint_s": saved_s,  # of the step before: a line is written before its checkpoint
             }
             metrics |= _throughput(job, sampled.learned, metrics, [figures["rollout_s"] for figures in told])

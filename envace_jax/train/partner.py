@@ -1,6 +1,7 @@
 """The second copy of the policy where parameters are split by role (`world.split_parameters`): it rehearses.
 
-It has state, optimizer and checkpoints of its own, under RUN/rehearser, and starts from the same model.
+It has state, optimizer and checkpoints of its own, under RUN/rehearser (and in a directory of that name where
+`train.checkpoints` is set), and starts from the same model.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from envace_jax.train.checkpoint import Checkpoints, write_model_source
+from envace_jax.train.checkpoint import Checkpoints
 from envace_jax.train.state import TrainState, create_state
-from models.qwen3 import Qwen3, Qwen3Config
+from models.qwen3 import Qwen3
 
 DIRECTORY = "rehearser"
 
@@ -26,22 +27,15 @@ class Partner:
     """`state` is the current one; whoever updates it puts the next one there. `sampling` is the model that rehearses
     while a step is sampled."""
 
-    def __init__(self, run: Path, *, keep: int | None):
+    def __init__(self, run: Path, *, place: str | None, keep: int | None):
         self.directory = run / DIRECTORY
-        self._checkpoints = Checkpoints(self.directory, keep=keep)
+        place = None if place is None else f"{place.rstrip('/')}/{DIRECTORY}"
+        self._checkpoints = Checkpoints(self.directory, place=place, keep=keep)
         self.state: TrainState
         self.sampling: Qwen3
 
-    def begin(
-        self,
-        source: Path,
-        config: Qwen3Config,
-        params: nnx.State,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh | None,
-    ) -> None:
+    def begin(self, params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> None:
         """Start from a copy of `params`."""
-        write_model_source(self.directory, source, config)
         self.state = create_state(jax.tree.map(jnp.copy, params), optimizer, mesh)
 
     def restore(self, like: TrainState, step: int) -> None:
@@ -52,6 +46,10 @@ class Partner:
         """Returns when the checkpoint is complete: the run's own must never be ahead of it."""
         self._checkpoints.save(self.state, metadata)
         self._checkpoints.wait()
+
+    def give_up(self) -> None:
+        """After a failure to write."""
+        self._checkpoints.give_up()
 
     def close(self) -> None:
         self._checkpoints.close()

@@ -53,7 +53,7 @@ class Processes:
         self.told: BaseException | None = None  # the error that all processes know of
         self.doing = "starting"  # for those who look on
         self.rounds = 0  # agreements so far
-        self._waited = 0.0
+        self._waited = self._last = self._agreed = 0.0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="agreement") if count > 1 else None
 
     def each(self, what: str, work: Callable[[], Any], *, repeatable: bool = False) -> list[Any]:
@@ -85,10 +85,10 @@ class Processes:
         self._heed(everyone, failure)
         return [each["value"] for each in everyone]
 
-    def together(self, what: str, work: Callable[[], T]) -> T:
+    def together(self, what: str, work: Callable[[], T], *, repeatable: bool = False) -> T:
         """What `work` returns here, once it has succeeded everywhere. Raises as `each` does."""
         result: list[T] = []
-        self.each(what, lambda: result.append(work()))
+        self.each(what, lambda: result.append(work()), repeatable=repeatable)
         return result[0]
 
     @contextmanager
@@ -105,6 +105,12 @@ class Processes:
         waited, self._waited = self._waited, 0.0
         return waited
 
+    def agreed(self) -> float:
+        """Seconds that agreeing itself took since the last call, as all processes know them: of each round what the
+        process spent on it that came last, and waited for nobody. A round counts when the next one is over."""
+        agreed, self._agreed = self._agreed, 0.0
+        return agreed
+
     def share(self, total: int, process: int | None = None) -> range:
         """Which of `total` things fall to this process: a contiguous range, the first ones longer by one."""
         small, longer = divmod(total, self.count)
@@ -117,7 +123,7 @@ class Processes:
         name = f"envace/round/{self.rounds}"
         began = time.perf_counter()
         try:
-            data = json.dumps(mine, separators=(",", ":")).encode()
+            data = json.dumps({**mine, "last_s": self._last}, separators=(",", ":")).encode()
             self.client.key_value_set_bytes(f"{name}/{self.index}", zlib.compress(data, 1))
             # In a thread, so that a second Ctrl-C is heard.
             self._pool.submit(self.client.wait_at_barrier, name, int(self.wait_s * 1000)).result()
@@ -127,8 +133,10 @@ class Processes:
         except jax.errors.JaxRuntimeError as error:
             self.told = MissingProcess(self._missing(what, name, error))
             raise self.told from None
-        self._waited += time.perf_counter() - began
         everyone = [json.loads(zlib.decompress(found[i])) for i in range(self.count)]
+        self._last = time.perf_counter() - began
+        self._waited += self._last
+        self._agreed += min(each["last_s"] for each in everyone)
         apart = [i for i, each in enumerate(everyone) if each["what"] != what]
         if apart:
             self.told = ProcessError(f"{_listed(apart)} not at {what!r} but at {everyone[apart[0]]['what']!r}")

@@ -80,8 +80,9 @@ def connect(
             count,
             process,
             initialization_timeout=int(faults.start_s) + 60,
-            # `Watch` looks for silent processes; this is for when it cannot.
-            heartbeat_timeout_seconds=int(1.5 * faults.heartbeat_s) + 10,
+            # `Watch` looks for silent processes; this is for when it cannot. Signs of life are sent every half of it,
+            # and JAX ends processes by a crash: that must come after `Watch` has ended them with one line.
+            heartbeat_timeout_seconds=int(2.5 * faults.heartbeat_s) + 10,
             shutdown_timeout_seconds=30,
         )
     except ValueError as error:

@@ -48,6 +48,7 @@ class Watch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._heard: dict[str, tuple[str, float]] = {}
+        self._listened = time.monotonic()
         self._told_stop = self._failing = False
         self._interval = min(1.0, heartbeat_s / 5)
         self.step = 0
@@ -110,6 +111,10 @@ class Watch:
 
     def _listen(self) -> None:
         now = time.monotonic()
+        if now - self._listened > self._heartbeat_s / 2:
+            # It is this process that was held up (a suspended machine, say): it cannot tell who was silent meanwhile.
+            self._heard = {key: (beat, now) for key, (beat, _) in self._heard.items()}
+        self._listened = now
         for key, beat in self._processes.client.key_value_dir_get(self._beats + "/"):
             if self._heard.get(key, ("", now))[0] != beat:
                 self._heard[key] = beat, now

@@ -21,11 +21,14 @@ NEVER = -20.0  # log-probability of what the script does not name
 NOISE = 1e-3  # of the attention's output, against states of length 1
 
 
-def save_chain(directory: Path, follows: Mapping[str, Mapping[str, float]], prompts: Iterable[str]) -> Path:
+def save_chain(
+    directory: Path, follows: Mapping[str, Mapping[str, float]], prompts: Iterable[str], *, heads: int = 1
+) -> Path:
     """Writes the policy as a Hugging Face directory and returns it.
 
     follows: line -> {line: probability}; lines are text without breaks, breaks alone, or names of control ids.
     prompts: texts that prompts are made of, so that they take few tokens.
+    heads: of attention, as many as a mesh has to share between.
     """
     lines = {line for before, after in follows.items() for line in (before, *after)}
     train_tokenizer([*lines] * 1000 + [*prompts], 6000, directory / "tokenizer", pattern=r"[^\n]+|\n+")
@@ -40,12 +43,12 @@ def save_chain(directory: Path, follows: Mapping[str, Mapping[str, float]], prom
     states = {id_of(line): number for number, line in enumerate(follows, start=1)}
     size = len(states) + 1  # state 0: any other token
     config = Qwen3Config(
-        vocab_size=chat.vocab_size,
+        vocab_size=-(-chat.vocab_size // 8) * 8,
         hidden_size=size,
         intermediate_size=8,
         num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         head_dim=8,
         max_position_embeddings=4096,
         tie_word_embeddings=False,

@@ -138,6 +138,24 @@ def test_an_export_needs_the_run_directory_alone_and_may_name_a_step(tmp_path, h
     equal(nnx.state(load_model(run)), nnx.state(latest))
 
 
+def test_checkpoints_may_lie_elsewhere_and_the_run_directory_says_where(tmp_path, hf, tiny_model, state):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write_model_source(run, hf, tiny_model.config)
+    with Checkpoints(run, place=str(elsewhere)) as checkpoints:
+        checkpoints.save(at(state, 1), {"model": tiny_model.config.to_hf()})
+    assert (elsewhere / "1").is_dir() and (run / "checkpoints").read_text() == f"{elsewhere}\n"
+    equal(jax.tree.leaves(nnx.state(load_model(run))), jax.tree.leaves(state.params))
+    with Checkpoints(run) as checkpoints:
+        assert checkpoints.latest() == 1
+
+
+def test_checkpoints_of_the_run_directory_are_not_left_behind(tmp_path, state):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {})
+    with pytest.raises(CheckpointError, match="holds checkpoints; move them to gs://bucket/run"):
+        Checkpoints(tmp_path, place="gs://bucket/run")
+
+
 def test_an_import_keeps_the_stored_type_and_comes_back_byte_for_byte(tmp_path, hf, tiny_model):
     save_hf(tiny_model, tmp_path / "stored", "bfloat16", like=hf, max_shard_size=5000)
     import_hf(tmp_path / "stored", tmp_path / "run")

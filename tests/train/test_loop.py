@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,21 @@ def test_a_setting_that_makes_another_run_is_refused_by_key(straight, policy):
     out, _ = straight
     with pytest.raises(CheckpointError, match=r"train.learning_rate is 0.5 here and 0.01 there"):
         train(make_config(policy, out, train={"learning_rate": 0.5}))
+
+
+def test_checkpoints_elsewhere_are_enough_to_go_on_from_and_are_one_runs_alone(policy, tmp_path):
+    def config(directory, steps, **sections):
+        train = {"checkpoints": str(tmp_path / "bucket"), "save_every": 1}
+        return make_config(policy, tmp_path / directory, steps, train=train, **sections)
+
+    shutil.rmtree(train(config("lost", 1)))
+    out = train(config("new", 2))
+    assert [line["step"] for line in metrics(out)] == [2]
+    straight = train(make_config(policy, tmp_path / "straight", 2))
+    ours, theirs = (named(nnx.state(load_model(run))) for run in (out, straight))
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+    with pytest.raises(CheckpointError, match=r"bucket/2: is of another run, which differs in seed"):
+        train(config("other", 2, seed=1))
 
 
 def test_foreign_files_are_refused_and_left_alone(policy, tmp_path):

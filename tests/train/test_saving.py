@@ -1,13 +1,15 @@
 """A store that fails for a while costs checkpoints, not the run; one that goes on failing ends it cleanly."""
 
+import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orbax.checkpoint as ocp
 import pytest
 
 from envace_jax.errors import CheckpointError
-from envace_jax.train import run, saving
+from envace_jax.train import run, saving, stores
 from envace_jax.train.checkpoint import Checkpoints
 from envace_jax.train.record import read_metrics
 
@@ -58,6 +60,27 @@ def test_too_many_in_a_row_end_the_run_and_it_goes_on_from_the_last_whole_one(po
     assert saved(tmp_path / "run") == 1
     monkeypatch.undo()
     assert [line["step"] for line in read_metrics(train(policy, tmp_path / "run"))] == [1, 2, 3, 4]
+
+
+def test_a_store_without_room_is_not_even_tried(policy, tmp_path, monkeypatch, capsys):
+    rooms = iter([0, 10**12, 10**12, 10**12, 10**12])
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda path: SimpleNamespace(free=next(rooms)))
+    out = train(policy, tmp_path / "run")
+    assert "could not be written (process 0: OSError: [Errno 28] no room for 0.0 GB" in capsys.readouterr().out
+    assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [2, 3, 4]
+
+
+def test_a_failure_while_it_is_written_is_found_when_the_next_is_due(policy, tmp_path, capsys):
+    def rollout(model, tasks, step):
+        # Parameters need 130 KB. The checkpoint of step 2 is written under the limit, its neighbours perhaps.
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000 if step in (1, 2) else hard, hard))
+        return episodes(model, tasks, step)
+
+    config = make_config(policy, tmp_path / "run", 5, train={"save_every": 1}, faults={"saves_behind": 4})
+    out = run(config, rollout=rollout)
+    assert [line["step"] for line in read_metrics(out)] == [1, 2, 3, 4, 5] and saved(out) == 5
+    assert 1 <= capsys.readouterr().out.count("could not be written") <= 3
 
 
 def test_a_half_written_checkpoint_is_left_out_with_a_line_that_says_so(policy, tmp_path, capsys):
