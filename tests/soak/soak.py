@@ -1,10 +1,13 @@
 """Kill a run of several processes at random moments until it is done, and compare it with one that nobody disturbed.
 
     python tests/soak/soak.py --processes 4 --kills 3 --out /tmp/soak
+    python tests/soak/soak.py --processes 4 --kills 20 --out /tmp/soak --log docs/soak.md
 
-A moment is drawn from the time that the undisturbed run took, its start included; then one process, drawn too, gets
-SIGKILL. The others must end by themselves, and all are started again. At the end each step must have one line of
-metrics, and parameters and lines (but for times) must be equal to the bit. The exit status is 1 when they are not.
+A third of the moments is drawn from a start, before the first step is done; the others from the steps behind it, a
+number of them and a part of one. Then one process, drawn too, gets SIGKILL. The others must end by themselves, and all
+are started again.
+At the end each step must have one line of metrics, and parameters and lines (but for times) must be equal to the bit.
+The exit status is 1 when they are not.
 
 Episodes are made up, so that it is the processes, agreements and checkpoints that are tried, not the policy.
 """
@@ -13,19 +16,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import re
+import shutil
 import signal
-import socket
-import subprocess
+import statistics
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train")]
-OF_THE_CLOCK = ("time/", "throughput/", "compile/")
-START_S, HEARTBEAT_S = 120.0, 15.0
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train"), str(ROOT / "tests" / "soak")]
+from together import OF_THE_CLOCK, free_port, machine, make_policy, start, wait_for_all  # noqa: E402
+
+START_S, HEARTBEAT_S = 60.0, 15.0
+STEPS_A_KILL, SAVE_EVERY = 8, 3
 
 
 def worker(process: int, processes: int, port: int, policy: str, out: str, steps: int) -> None:
@@ -40,7 +45,7 @@ def worker(process: int, processes: int, port: int, policy: str, out: str, steps
     connect(f"127.0.0.1:{port}", processes, process, faults=FaultsConfig(**faults))
 
     def rollout(model, tasks, step):
-        time.sleep(0.2)  # or most moments would fall into the start
+        time.sleep(0.2)  # or most moments would fall into updates
         return episodes(model, tasks, step)
 
     config = make_config(
@@ -49,73 +54,59 @@ def worker(process: int, processes: int, port: int, policy: str, out: str, steps
         steps,
         mesh={"data": -1, "fsdp": 1, "tp": 1},
         faults=faults,
-        train={"micro_batch": 1, "save_every": 3},
+        train={"micro_batch": 1, "save_every": SAVE_EVERY},
     )
     run(config, rollout=rollout)
 
 
-def make_policy(directory: Path) -> None:
-    """A tiny policy with random weights."""
-    import dataclasses
+class Run:
+    """One run directory, and the attempts at it."""
 
-    from flax import nnx
+    def __init__(self, settings: argparse.Namespace, name: str):
+        self.settings, self.out, self.attempts = settings, settings.out / name, 0
+        self.ended_by_themselves = 0
 
-    from envace_jax.chat.build import train_tokenizer
-    from envace_jax.tasks.mini.vocabulary import PATTERN, texts
-    from models.qwen3 import Qwen3, Qwen3Config, save_hf
+    def start(self) -> list:
+        """All processes, each with one device."""
+        self.attempts += 1
+        port, everyone = free_port(), range(self.settings.processes)
+        arguments = [port, self.settings.out / "policy", self.out, self.settings.steps]
+        commands = [[__file__, "worker", i, self.settings.processes, *arguments] for i in everyone]
+        return start(commands, [self.log(i) for i in everyone], self.settings.out / "xla")
 
-    train_tokenizer(texts(40), 512, directory / "tokenizer", pattern=PATTERN)
-    config = dataclasses.replace(
-        Qwen3Config.preset("qwen3-0.6b"),
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=2048,
-    )
-    save_hf(Qwen3(config, rngs=nnx.Rngs(0)), directory / "policy", "float32")
-    for path in (directory / "tokenizer").iterdir():
-        path.rename(directory / "policy" / path.name)
+    def log(self, process: int) -> Path:
+        return self.settings.out / f"{self.out.name}_{self.attempts}_{process}.log"
 
+    def step(self) -> int | None:
+        """The last step that this attempt has done."""
+        found = re.findall(r"^step (\d+)/", self.log(0).read_text(errors="replace"), re.M)
+        return int(found[-1]) if found else None
 
-def start(settings: argparse.Namespace, out: Path, attempt: int) -> list[subprocess.Popen]:
-    """All processes, each with one device and a log of its own."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(settings.out / "xla"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        **os.environ,
-        "XLA_FLAGS": "",
-    }
-    started = []
-    for process in range(settings.processes):
-        arguments = [process, settings.processes, port, settings.out / "policy", out, settings.steps]
-        with open(settings.out / f"{out.name}_{attempt}_{process}.log", "w") as log:
-            command = [sys.executable, __file__, "worker", *map(str, arguments)]
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    return started
+    def done(self) -> int:
+        """Steps in the metrics."""
+        path = self.out / "metrics.jsonl"
+        return path.read_text().count("\n") if path.is_file() else 0
 
+    def held_up(self, statuses: list[int]) -> None:
+        """An attempt ended by itself. Raises SystemExit where that is not allowed for."""
+        print(f"it ended by itself: {statuses}; see {self.log(0)}", flush=True)
+        if self.settings.hold_ups == 0:
+            sys.exit(1)
+        self.settings.hold_ups -= 1
+        self.ended_by_themselves += 1
 
-def wait_for_all(started: list[subprocess.Popen], within_s: float) -> list[int]:
-    """Their exit statuses; those who have not ended in time are killed, and an error raised."""
-    limit = time.monotonic() + within_s
-    try:
-        return [process.wait(max(limit - time.monotonic(), 0.1)) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    def went_on_from(self) -> str:
+        """What this attempt says of where it begins."""
+        said = self.log(0).read_text(errors="replace")
+        found = re.search(r"(?:going on|training) from step (\d+) to \d+(?:; half-written and left out: (.*))?", said)
+        if found is None:
+            return "-"
+        return f"step {found[1]}" + (f" ({found[2]} half-written, left out)" if found[2] else "")
 
-
-def lines(out: Path) -> list[dict]:
-    """The metrics of a run, without what depends on the clock."""
-    read = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: v for name, v in line.items() if not name.startswith(OF_THE_CLOCK)} for line in read]
+    def lines(self) -> list[dict]:
+        """The metrics, without what depends on the clock."""
+        read = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return [{name: v for name, v in line.items() if not name.startswith(OF_THE_CLOCK)} for line in read]
 
 
 def same_parameters(a: Path, b: Path) -> bool:
@@ -129,48 +120,135 @@ def same_parameters(a: Path, b: Path) -> bool:
     return all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
+def undisturbed(run: Run) -> tuple[float, float]:
+    """Seconds until its first step was done, and those of a step. Raises SystemExit when it fails."""
+    while True:
+        began, started, ready = time.monotonic(), run.start(), None
+        while ready is None and all(process.poll() is None for process in started):
+            time.sleep(0.2)
+            ready = None if run.step() is None else time.monotonic() - began
+        statuses = wait_for_all(started, run.settings.limit)
+        print(f"undisturbed: {statuses} after {time.monotonic() - began:.0f} s", flush=True)
+        if ready is not None and not any(statuses):
+            break
+        run.held_up(statuses)
+        shutil.rmtree(run.out, ignore_errors=True)
+    read = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    return ready, statistics.median(line["time/step_s"] for line in read[1:])
+
+
+def disturb(run: Run, rng: random.Random, ready_s: float, step_s: float) -> dict | None:
+    """One attempt, in which a process is killed. Returns what happened, None when the run was done before."""
+    victim, early = rng.randrange(run.settings.processes), rng.random() < 1 / 3
+    steps = 0 if early else rng.randrange(1, 2 * STEPS_A_KILL)
+    pause = rng.uniform(0, ready_s if early else step_s)
+    first = run.done()
+    started = run.start()
+    began = time.monotonic()
+
+    def going_on() -> bool:
+        return all(process.poll() is None for process in started)
+
+    while not early and going_on() and (run.step() or 0) < min(first + steps, run.settings.steps - 2):
+        time.sleep(0.05)
+    limit = time.monotonic() + pause
+    while going_on() and time.monotonic() < limit and (run.step() or 0) < run.settings.steps - 2:
+        time.sleep(0.01)
+    if all(process.poll() == 0 for process in started):
+        return None
+    if any(process.poll() for process in started):
+        run.held_up(wait_for_all(started, START_S + 60))
+        return disturb(run, rng, ready_s, step_s)
+    at, step = time.monotonic() - began, run.step()
+    started[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    statuses = wait_for_all(started, START_S + 60)
+    return {
+        "victim": victim,
+        "at_s": at,
+        "during": "the start" if step is None else f"step {step + 1}",
+        "statuses": statuses,
+        "ended_s": time.monotonic() - killed,
+        "began_at": run.went_on_from(),
+    }
+
+
 def soak(settings: argparse.Namespace) -> bool:
     """Whether the disturbed run came to the same."""
     rng = random.Random(settings.seed)
     settings.out.mkdir(parents=True)
+    where = machine()
     make_policy(settings.out)
-    quiet, disturbed = settings.out / "quiet", settings.out / "disturbed"
-    began = time.monotonic()
-    statuses = wait_for_all(start(settings, quiet, 0), settings.limit)
-    took = time.monotonic() - began
-    print(f"undisturbed: {statuses} after {took:.0f} s", flush=True)
-    if any(statuses):
-        return False
-    kills = 0
-    while True:
-        started = start(settings, disturbed, kills)
-        began, victim, moment = time.monotonic(), rng.randrange(settings.processes), rng.uniform(0, took)
-        while kills < settings.kills and time.monotonic() - began < moment:
-            time.sleep(0.05)
-        if kills == settings.kills or all(process.poll() == 0 for process in started):
-            statuses = wait_for_all(started, settings.limit)
-            print(f"left alone: {statuses}", flush=True)
-            break
-        started[victim].send_signal(signal.SIGKILL)
-        killed = time.monotonic()
-        statuses = wait_for_all(started, START_S + 60)
-        kills += 1
+    quiet, disturbed = Run(settings, "quiet"), Run(settings, "disturbed")
+    ready_s, step_s = undisturbed(quiet)
+    kills = []
+    while len(kills) < settings.kills and (kill := disturb(disturbed, rng, ready_s, step_s)) is not None:
+        kills.append(kill)
+        others = [status for i, status in enumerate(kill["statuses"]) if i != kill["victim"]]
         print(
-            f"kill {kills}: process {victim} after {moment:.1f} s; the others ended with {statuses} within "
-            f"{time.monotonic() - killed:.1f} s",
+            f"kill {len(kills)}: process {kill['victim']} after {kill['at_s']:.1f} s, in {kill['during']} of an "
+            f"attempt from {kill['began_at']}; the others ended with {others} within {kill['ended_s']:.1f} s",
             flush=True,
         )
+    statuses = wait_for_all(disturbed.start(), settings.limit)
+    print(f"left alone: from {disturbed.went_on_from()}, {statuses}", flush=True)
     if any(statuses):
         return False
-    steps = [line["step"] for line in lines(disturbed)]
+    steps = [line["step"] for line in disturbed.lines()]
     checks = {
+        f"{settings.kills} kills before it was done": len(kills) == settings.kills,
+        "those who were left never ended with success": all(
+            status != 0 for kill in kills for status in kill["statuses"]
+        ),
         "each step once": steps == list(range(1, settings.steps + 1)),
-        "the same figures": lines(disturbed) == lines(quiet),
-        "the same parameters": same_parameters(disturbed, quiet),
+        "the same figures": disturbed.lines() == quiet.lines(),
+        "parameters equal to the bit": same_parameters(disturbed.out, quiet.out),
     }
     for name, holds in checks.items():
         print(f"{name}: {'yes' if holds else 'NO'}", flush=True)
+    if settings.log is not None:
+        settings.log.write_text(report(settings, where, kills, disturbed, checks), encoding="utf-8")
     return all(checks.values())
+
+
+def report(settings: argparse.Namespace, where: str, kills: list[dict], run: Run, checks: dict[str, bool]) -> str:
+    """The log, as a page."""
+    rows = [
+        f"| {number} | {kill['began_at']} | {kill['victim']} | {kill['at_s']:.1f} | {kill['during']} | "
+        + ", ".join(str(status) for i, status in enumerate(kill["statuses"]) if i != kill["victim"])
+        + f" | {kill['ended_s']:.1f} |"
+        for number, kill in enumerate(kills, start=1)
+    ]
+    held = []
+    if run.ended_by_themselves:
+        held = [f"Besides, all ended by themselves {run.ended_by_themselves} times, the machine being held up.", ""]
+    asked = f"--processes {settings.processes} --kills {settings.kills} --seed {settings.seed}"
+    return "\n".join(
+        [
+            "# A run that is killed again and again",
+            "",
+            f"Written by `python tests/soak/soak.py {asked} --log docs/soak.md`:",
+            f"{settings.processes} processes of one CPU device each train a tiny policy for {settings.steps} steps of "
+            f"made-up episodes, with a checkpoint every {SAVE_EVERY} steps.",
+            "One process gets SIGKILL at a random moment; the others must end by themselves; all are started again.",
+            f"`faults.heartbeat_s` is {HEARTBEAT_S:g}, `faults.start_s` {START_S:g}.",
+            "Status 75 is what asks a scheduler for a restart, 2 that not all processes came together; -6 is JAX's own "
+            "end of a process, when process 0 is gone or JAX has noticed first.",
+            "",
+            f"{where}.",
+            "",
+            "| kill | the attempt began at | process killed | after, s | in | the others ended with | within, s |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            *held,
+            f"The last attempt, left alone, began at {run.went_on_from()} and came to step {settings.steps}. Beside "
+            "the same run, not disturbed:",
+            "",
+            *(f"- {name}: {'yes' if holds else '**no**'}" for name, holds in checks.items()),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":
@@ -181,8 +259,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--steps", type=int, help=f"of the run; default: {STEPS_A_KILL} for each kill, and as many more"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a run may take")
+    parser.add_argument("--hold-ups", type=int, default=0, help="how often the machine may be suspended meanwhile")
     parser.add_argument("--out", type=Path, required=True, help="a new directory")
-    sys.exit(0 if soak(parser.parse_args()) else 1)
+    parser.add_argument("--log", type=Path, help="write what happened there, as a page")
+    chosen = parser.parse_args()
+    chosen.steps = chosen.steps or STEPS_A_KILL * (chosen.kills + 1)
+    sys.exit(0 if soak(chosen) else 1)

@@ -1,0 +1,100 @@
+"""What the programs of this directory share: a tiny policy, and processes that are started together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_THE_CLOCK = ("time/", "throughput/", "compile/")
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on what is as it should be
+
+
+def make_policy(directory: Path) -> Path:
+    """A tiny policy with random weights and a tokenizer of the embedded world; returns its Hugging Face directory."""
+    import dataclasses
+
+    from flax import nnx
+
+    from envace_jax.chat.build import train_tokenizer
+    from envace_jax.tasks.mini.vocabulary import PATTERN, texts
+    from models.qwen3 import Qwen3, Qwen3Config, save_hf
+
+    train_tokenizer(texts(40), 512, directory / "tokenizer", pattern=PATTERN)
+    config = dataclasses.replace(
+        Qwen3Config.preset("qwen3-0.6b"),
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+    )
+    save_hf(Qwen3(config, rngs=nnx.Rngs(0)), directory / "policy", "float32")
+    for path in (directory / "tokenizer").iterdir():
+        path.rename(directory / "policy" / path.name)
+    return directory / "policy"
+
+
+def free_port() -> int:
+    """Of this host, for a coordinator."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def start(commands: Sequence[Sequence[object]], logs: Sequence[Path], cache: Path, *, devices: int = 1) -> list:
+    """A process for each command (arguments of Python), with `devices` CPU devices and a log of its own; `cache` keeps
+    what they compile."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    started = []
+    for command, path in zip(commands, logs, strict=True):
+        with open(path, "w") as log:
+            arguments = [sys.executable, *map(str, command)]
+            started.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return started
+
+
+def wait_for_all(started: Sequence[subprocess.Popen], within_s: float) -> list[int]:
+    """Their exit statuses; those who have not ended in time are killed, and an error raised."""
+    limit = time.monotonic() + within_s
+    try:
+        return [process.wait(max(limit - time.monotonic(), 0.1)) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def machine() -> str:
+    """When and where: for the head of a log."""
+    import flax
+    import jax
+
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        told = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in told if line.startswith("model name")), name)
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores ({name}), load {load}; "
+        f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}"
+    )
