@@ -35,6 +35,7 @@ from .slots import Sampled, Slots
 from .streams import Stream
 
 MOST_LAYERS_APART = 8
+FEW_WEIGHTS = 4_000_000  # that a token meets: so little arithmetic that padding costs less than a program
 
 
 class Engine:
@@ -50,8 +51,8 @@ class Engine:
         decode_chunk: most tokens a slot samples between two looks of the host.
         prefill_chunk: most tokens of a prompt that are forwarded at once; longer ones go in pieces.
         prefill_tokens: most tokens, padding included, that one prefill call forwards; bounds its memory.
-        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long. For
-            small models on a CPU they begin at half the cache, with steps between.
+        min_window: the first of the windows of the cache that attention looks at; each next one is twice as long (on a
+            CPU, where attention is what costs, with steps between; for small models from half the cache on).
         compact: decode few active slots as a small batch. Costs the memory of half the cache, and two to four times
             the programs; not on a mesh that spreads slots.
         compile_ahead: compile all programs of a kind when the first of it is needed, so that no later call has to.
@@ -92,7 +93,7 @@ class Engine:
         # Rows that live on several devices are appended to where they are, all at once.
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
         self.whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
-        coarse = self._layered
+        coarse = self._layered and weights_per_token(config) <= FEW_WEIGHTS
         chunk, factor = min(prefill_chunk, max_length), 4 if coarse else 2
         sizes = ladder(64, chunk, halves=False, factor=8) if coarse else ladder(16, chunk)
         first = max(min_window, max_length // 2) if coarse else min_window
@@ -102,7 +103,7 @@ class Engine:
         self.shapes = Shapes(
             slots,
             max_length,
-            windows=ladder(first, max_length, halves=coarse),
+            windows=ladder(first, max_length, halves=self._layered),
             pieces=Pieces(slots, sizes, max(prefill_tokens, sizes[-1]), cheap_tokens, self.whole, factor),
             coarse=coarse,
             compact=compact and not self.whole,

@@ -28,11 +28,11 @@ class Shapes:
         return (self.max_length,) if self.coarse and rows < self.slots else self.windows
 
     def decoding_rows(self) -> list[int]:
-        """How many rows a decoding loop may work on: all, a half, a quarter and an eighth; where coarse no quarter."""
+        """How many rows a decoding loop may work on: all, a half, a quarter and an eighth."""
         buckets, divisor = [self.slots], 2
         while self.compact and divisor <= 8 and self.slots % divisor == 0:
             buckets.append(self.slots // divisor)
-            divisor *= 4 if self.coarse else 2
+            divisor *= 2
         return buckets
 
     def decoding(self) -> Iterator[tuple[int, int]]:

@@ -20,9 +20,10 @@ CONFIG = dataclasses.replace(
 )
 
 
-def whole(blocks):
-    """Blocks [B, Hkv, s, Dh] of every layer as one array [L, B, S, Hkv, Dh]."""
-    return np.stack([np.concatenate(layer, axis=2).swapaxes(1, 2) for layer in blocks])
+def whole(layers):
+    """Blocks of every layer, keys [B, Hkv, Dh, s] or values [B, Hkv, s, Dh], as one array with slots third."""
+    axis = 2 if layers[0][0].shape[3] == CONFIG.head_dim else 3
+    return np.stack([np.moveaxis(np.concatenate(layer, axis=axis), axis, 1) for layer in layers])
 
 
 def test_tokens_one_by_one_give_the_hidden_states_of_stacked_layers():

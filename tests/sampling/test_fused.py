@@ -182,8 +182,8 @@ def test_random_episodes_compile_the_programs_of_the_buckets_and_no_other(engine
     before = ahead.compilations
     assert len(fused_episodes(ahead, model, episodes=range(200, 450), loop=loop)) == 250
     assert ahead.compilations == before
-    # Of the loop: 4 rows in three windows, 2 in the last; and one that sets slots.
-    assert loop._run._cache_size() == 3 + 1 and loop._set._cache_size() == 1
+    # Of the loop: 4 rows in three windows, 2 and 1 in the last; and one that sets slots.
+    assert loop._run._cache_size() == 3 + 1 + 1 and loop._set._cache_size() == 1
 
 
 def test_the_hosts_looks_do_not_change_an_episode(engine, model, episodes):
