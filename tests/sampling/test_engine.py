@@ -242,8 +242,8 @@ def test_a_thousand_random_requests_compile_the_programs_of_the_buckets_and_no_o
         ]
         return prompts, params
 
-    # To decode: 4 rows in each window, 2 and 1 in the last. To append: always 4 rows of 32 tokens, such a model being cheap,
-    # to fresh streams and to others. To name slots: 1.
+    # To decode: 4 rows in each window, 2 and 1 in the last. To append: always 4 rows of 32 tokens, such a model being
+    # cheap, to fresh streams and to others. To name slots: 1.
     assert engine.shapes.windows == (32, 48, 64)
     engine.generate(model, *requests(1))
     assert engine.compilations == (3 + 1 + 1) + 2 + 1
