@@ -88,8 +88,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(measured: list[dict[str, Any]]) -> str:
-    head = "| plans by | mode | N | success | departures | tokens in plans | tokens in acting |"
-    return "\n".join([head, "|---" * 7 + "|", *map(line, measured)])
+    head = "| plans by | mode | N | success | departures | tokens in plans | tokens in acting | seconds |"
+    return "\n".join([head, "|---" * 8 + "|", *map(line, measured)])
 
 
 def line(row: dict[str, Any]) -> str:
@@ -109,6 +109,7 @@ def line(row: dict[str, Any]) -> str:
         f"{100 * m['departures']['value']:.1f} %" if m["departures"]["count"] else "",
         f"{m['plan_tokens']['value']:.0f}",
         f"{m['act_tokens']['value']:.0f}",
+        f"{m['seconds']['value']:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
 
