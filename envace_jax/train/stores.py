@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -35,8 +36,12 @@ def check_room(directory: Store, size: int, process: int) -> None:
 
 
 def located(place: str) -> Store:
-    """The directory or URL that `place` names."""
-    return epath.Path(place) if "://" in place else Path(place).absolute()
+    """The directory or URL that `place` names. Raises CheckpointError where the library for buckets is missing."""
+    if "://" not in place:
+        return Path(place).absolute()
+    if not any(find_spec(name) for name in ("gcsfs", "tensorflow")):
+        raise CheckpointError(f"{place}: buckets need a library that is not here: pip install gcsfs")
+    return epath.Path(place)
 
 
 def store(run: str | Path) -> Store:
@@ -49,11 +54,12 @@ def store(run: str | Path) -> Store:
 
 def put(run: str | Path, place: str) -> None:
     """Lets RUN/checkpoints name `place`. Raises CheckpointError when checkpoints lie in RUN/checkpoints itself."""
-    own, path = Path(run).absolute() / CHECKPOINTS, located(place)
+    own = Path(run).absolute() / CHECKPOINTS
     if own.is_dir():
         if any(own.iterdir()):
             raise CheckpointError(f"{own}: holds checkpoints; move them to {place}, or leave train.checkpoints out")
         own.rmdir()
+    path = located(place)
     own.parent.mkdir(parents=True, exist_ok=True)
     temporary = own.with_name(f".{CHECKPOINTS}")
     temporary.write_text(f"{path}\n", encoding="utf-8")

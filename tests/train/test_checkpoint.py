@@ -10,6 +10,7 @@ from flax import nnx
 
 from envace_jax.config import TrainConfig
 from envace_jax.errors import CheckpointError
+from envace_jax.train import stores
 from envace_jax.train.checkpoint import Checkpoints, export, import_hf, load_model, write_model_source
 from envace_jax.train.optim import make_optimizer
 from envace_jax.train.state import TrainState, abstract_state, create_state, state_shardings
@@ -153,6 +154,12 @@ def test_checkpoints_of_the_run_directory_are_not_left_behind(tmp_path, state):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, {})
     with pytest.raises(CheckpointError, match="holds checkpoints; move them to gs://bucket/run"):
+        Checkpoints(tmp_path, place="gs://bucket/run")
+
+
+def test_a_bucket_without_its_library_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="gs://bucket/run: buckets need a library .* pip install gcsfs"):
         Checkpoints(tmp_path, place="gs://bucket/run")
 
 
