@@ -14,6 +14,7 @@ rewards are all equal has none, but for rounding: it is measured against the lar
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -22,12 +23,41 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train"), str(ROOT / "tests" / "soak")]
-from settings import dumped, make_inputs  # noqa: E402
 from together import free_port, start, wait_for_all  # noqa: E402
+
+VERL = ROOT / "tests" / "fixtures" / "tasks" / "verl.parquet"
 
 COUNTS = (4, 2, 1)
 DEVICES = 8
 RATE, STEPS, MORE = 1e-3, 3, 5
+
+
+def make_inputs(directory: Path, heads: int = 1) -> None:
+    """The scripted policy, and two tasks with rules."""
+    from chain import save_chain
+
+    from envace_jax.tasks import read_tasks
+    from tests.rollout.conftest import make_task
+    from tests.train.test_settings import INLINE
+
+    items = [{"id": "a", "question": "?", "focus_on": "assistant.content", "pass_condition": "p", "weight": 1.0}]
+    items[0]["rule"] = {"kind": "reply_states", "statements": ["Done 0"]}
+    task = make_task(2, [items, items])
+    records = [dataclasses.replace(task, id=name).to_json() for name in ("one", "two")]
+    scripted = directory / "scripted.jsonl"
+    scripted.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tasks = [task for path in (VERL, scripted) for task in read_tasks(str(path))]
+    prompts = [m["content"] for task in tasks for m in task.messages]
+    prompts += [json.dumps(tool) for task in tasks for tool in task.tools]
+    save_chain(directory / "chain", INLINE, prompts, heads=heads).rename(directory / "policy")
+
+
+def dumped(out: Path, step: int) -> list[tuple]:
+    """Which episodes a step learned from, with what they said."""
+    paths = sorted((out / "trajectories").glob(f"step_{step:06d}*.jsonl"), key=lambda path: (len(path.name), path.name))
+    records = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    names = ("trajectory", "group", "task", "tokens", "roles", "reward", "finish", "valid")
+    return [tuple(map(str, (record[name] for name in names))) for record in records]
 
 
 def configuration(directory: Path, name: str, steps: int):
