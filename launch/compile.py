@@ -21,9 +21,18 @@ import numpy as np
 
 from envace_jax.config import Config
 from envace_jax.train.state import data_shards
-from launch.costs import EFFICIENCY, decode_seconds, guess_peak, kept_bytes, parameter_count, step_flops, step_seconds
+from launch.costs import (
+    EFFICIENCY,
+    cache_bytes,
+    decode_seconds,
+    guess_peak,
+    kept_bytes,
+    parameter_count,
+    step_flops,
+    step_seconds,
+)
 from launch.hlo import Collective, collectives
-from launch.programs import lower, make_plan, mesh_sizes, read_model, sampling_plan
+from launch.programs import copied_rows, lower, make_plan, mesh_sizes, read_model, sampling_plan
 from launch.topology import Topology, larger, parse_topology
 from models.qwen3 import Qwen3Config
 
@@ -46,7 +55,7 @@ class Program:
     outputs: int  # but for those that take the place of donated arguments
     temporaries: int
     code: int
-    resident: int  # what lies beside it: optimizer state during rollout, the reference policy
+    resident: int  # what lies beside it: optimizer state during rollout, the reference policy, rows taken out
     collectives: dict[str, Collective] | None  # None: the compiled program could not be read
     refused: str | None = None  # the compiler's word when it does not fit; the sizes are then its total alone
 
@@ -164,7 +173,9 @@ def measure(config: Config, topology: Topology) -> Report:
     reference = parameters if plan.reference else 0
     local = sampling_plan(plan)
     beside = optimizer + reference + (parameters if local is not plan else 0)  # several hosts sample from copies
-    resident = {"train": reference, "reference": parameters + optimizer, "prefill": beside, "decode": beside}
+    # A batch of few rows is decoded in a copy of their part of the cache.
+    copied = copied_rows(local) * cache_bytes(config, plan.model) // mesh_sizes(config.mesh, topology)[2]
+    resident = {"train": reference, "reference": parameters + optimizer, "prefill": beside, "decode": beside + copied}
     programs = []
     for name, make in lower(plan):
         programs.append(_compile(name, make, resident[name], plan.shapes.micro_batches if name == "train" else 1))
@@ -173,7 +184,6 @@ def measure(config: Config, topology: Topology) -> Report:
     useful, executed = step_flops(config, model, rows, shapes.row_length)
     by_name = {program.name: program for program in programs}
     sizes = mesh_sizes(config.mesh, topology)
-    cache = 2 * model.num_hidden_layers * shapes.max_length * model.num_key_value_heads * model.head_dim * 2
     slots, shards = local.shapes.slots, data_shards(local.mesh)
     held = slots if slots % shards else slots // shards
     return Report(
@@ -189,7 +199,10 @@ def measure(config: Config, topology: Topology) -> Report:
         flops=useful,
         seconds=step_seconds(executed, _moved(by_name["train"]), topology),
         decode_seconds=decode_seconds(
-            2 * parameter_count(model) / sizes[2], cache * held / sizes[2], _moved(by_name["decode"]), topology
+            2 * parameter_count(model) / sizes[2],
+            cache_bytes(config, model) * held / sizes[2],
+            _moved(by_name["decode"]),
+            topology,
         ),
     )
 
@@ -222,7 +235,7 @@ def candidates(config: Config, report: Report) -> Iterator[tuple[Config, Topolog
                 train = dataclasses.replace(config.train, micro_batch=micro_batch, remat="layer")
                 mesh = dataclasses.replace(config.mesh, data=data, fsdp=fsdp, tp=tp)
                 changed = dataclasses.replace(config, train=train, mesh=mesh)
-                peak = guess_peak(changed, model, data, fsdp, tp).peak
+                peak = guess_peak(changed, model, data, fsdp, tp, topology.hosts).peak
                 if peak < 0.8 * topology.chip.hbm_bytes:
                     found.append(((tp, data, -micro_batch), changed))
         for _, changed in sorted(found, key=lambda pair: pair[0]):

@@ -69,33 +69,52 @@ class Guess:
         return max(self.train, self.rollout)
 
 
-def guess_peak(config: Config, model: Qwen3Config, data: int, fsdp: int, tp: int) -> Guess:
+def guess_peak(config: Config, model: Qwen3Config, data: int, fsdp: int, tp: int, hosts: int = 1) -> Guess:
     """Estimated bytes on each chip for a mesh of these sizes."""
     train, rollout = config.train, config.rollout
     length = train.row_length or rollout.max_length
     count, shards = parameter_count(model), fsdp * tp
-    stored = 4 if train.param_dtype == "float32" else 2
-    moments = {"adamw": 8, "muon": 5, "adafactor": 0.1, "sgd": 0}[train.optimizer]
-    parameters, optimizer = count * stored / shards, count * moments / shards
-    reference = parameters if config.grpo.kl != "none" else 0
+    state = count * sum(_state_bytes(config)) / shards
     gradients = 2 * 4 * count / shards
     rows = train.micro_batch
     inner = 2 * rows * length * (6 * model.hidden_size + 3 * model.intermediate_size / tp)
-    layers = model.num_hidden_layers
     saved = kept_bytes(config, model, tp)
     gathered = 2 * 2 * (_matrices(model) + 2 * model.vocab_size * model.hidden_size) / tp
     logits = 4 * 4 * rows * _LOGITS_CHUNK * model.vocab_size / tp
-    update = parameters + optimizer + reference + gradients + saved + inner + gathered + logits
+    update = state + gradients + saved + inner + gathered + logits
 
-    slots = rollout.slots or rollout.tasks_per_step * rollout.group_size
-    here = -(-slots // (data * fsdp)) if slots % (data * fsdp) == 0 else slots
-    cache = 4 * layers * here * rollout.max_length * model.num_key_value_heads * model.head_dim / tp
+    slots = -(-(rollout.slots or rollout.tasks_per_step * rollout.group_size) // hosts)
+    spread = data * fsdp // hosts
+    here = slots // spread if slots % spread == 0 else slots
+    cache = here * cache_bytes(config, model) / tp
     scores = 2.5 * 4 * here * min(512 * rollout.max_length * model.num_attention_heads, 2**25) / tp
-    # Inside its loop decoding keeps the cache in another order than outside: a second one.
-    # Several hosts sample from copies, spread over tp alone.
-    copies = count * stored / tp if data * shards > 8 else 0.5 * parameters
-    sampling = parameters + copies + optimizer + reference + 2 * cache + scores + gathered
+    # Several hosts sample from copies in 16 bits, spread over tp alone; one host casts its own.
+    copies = 2 * count / (tp if hosts > 1 else shards)
+    sampling = state + copies + 1.2 * cache + scores + gathered
     return Guess(update, sampling)
+
+
+def floor_bytes(config: Config, model: Qwen3Config, topology: Topology, tp: int) -> float:
+    """Bytes that lie on each chip while episodes are sampled, spread as far as they can be, before any program takes
+    some of its own: parameters, optimizer, the reference policy, the cache, and the copy that each of several hosts
+    samples from. A slice whose chips have less cannot do."""
+    rollout, count = config.rollout, parameter_count(model)
+    slots = -(-(rollout.slots or rollout.tasks_per_step * rollout.group_size) // topology.hosts)
+    state = count * sum(_state_bytes(config)) / topology.chips
+    copy = 2 * count / tp if topology.hosts > 1 else 0
+    return state + copy + slots * cache_bytes(config, model) / topology.host.chips
+
+
+def cache_bytes(config: Config, model: Qwen3Config) -> int:
+    """Bytes of one row of the cache, in 16 bits."""
+    return 4 * model.num_hidden_layers * config.rollout.max_length * model.num_key_value_heads * model.head_dim
+
+
+def _state_bytes(config: Config) -> tuple[float, float, float]:
+    """For each parameter: its own bytes, the optimizer's, the reference policy's."""
+    stored = 4 if config.train.param_dtype == "float32" else 2
+    moments = {"adamw": 8, "muon": 5, "adafactor": 0.1, "sgd": 0}[config.train.optimizer]
+    return stored, moments, stored if config.grpo.kl != "none" else 0
 
 
 def kept_bytes(config: Config, model: Qwen3Config, tp: int) -> int:

@@ -31,11 +31,11 @@ from envace_jax.sampling.fused import FusedLoop, FusedState
 from envace_jax.sampling.grammar import Budgets, Forced, Grammar
 from envace_jax.sampling.params import SlotSampling
 from envace_jax.sampling.slots import Slots
-from envace_jax.train.optim import make_optimizer
+from envace_jax.train.optim import make_optimizer, named
 from envace_jax.train.state import abstract_state, data_shards, make_logps, make_update, state_shardings
 from launch.topology import Topology
 from models.qwen3 import KVCache, Qwen3, Qwen3Config
-from models.qwen3.sharding import LOGICAL_TO_MESH, MESH_AXES, batch_axes, cache_spec
+from models.qwen3.sharding import LOGICAL_TO_MESH, MESH_AXES, PARAM_AXES, batch_axes, cache_spec
 
 TOKENIZER_IDS = 151_669  # that Qwen3's tokenizer has, of the 151,936 the released models have rows for
 _REPLICATED = P()
@@ -108,7 +108,7 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     train = config.train
     settings = {
         "param_dtype": jnp.dtype(train.param_dtype),
-        "dtype": jnp.dtype("bfloat16" if train.compute_dtype == "auto" else train.compute_dtype),
+        "dtype": _arithmetic(config),
         "remat": train.remat_policy,
         "attention": "splash",
         "attention_block": train.attention_block,
@@ -127,8 +127,8 @@ def make_plan(config: Config, topology: Topology) -> Plan:
 
 
 def sampling_plan(plan: Plan) -> Plan:
-    """The plan of one host, which samples its share of the episodes by itself: a copy of the parameters over tp on its
-    own chips (`envace_jax.train.local`). Where there is one host only, `plan` itself.
+    """The plan of one host, which samples its share of the episodes by itself: from a copy of the parameters over tp on
+    its own chips, matrices in the type of the arithmetic (`envace_jax.train.local`). Of a single host, `plan` itself.
 
     Raises ConfigError when a tensor-parallel group spans hosts.
     """
@@ -140,7 +140,8 @@ def sampling_plan(plan: Plan) -> Plan:
     config = plan.config
     rollout = dataclasses.replace(config.rollout, slots=-(-plan.shapes.slots // plan.topology.hosts))
     mesh = dataclasses.replace(config.mesh, data=host.chips // tp, fsdp=1, tp=tp)
-    return make_plan(dataclasses.replace(config, rollout=rollout, mesh=mesh), host)
+    local = make_plan(dataclasses.replace(config, rollout=rollout, mesh=mesh), host)
+    return dataclasses.replace(local, params=_narrowed(local.params, _arithmetic(config)))
 
 
 def make_shapes(config: Config, mesh: Mesh | None) -> Shapes:
@@ -330,9 +331,15 @@ def _engine(plan: Plan) -> Engine:
     return Engine(plan.model, slots=shapes.slots, max_length=shapes.max_length, vocab_size=_ids(plan), mesh=plan.mesh)
 
 
+def copied_rows(plan: Plan) -> int:
+    """How many rows of the cache a decoding loop over fewer than all slots copies, at most."""
+    with as_on_tpu():
+        return max(_engine(plan).shapes.decoding_rows()[1:], default=0)
+
+
 def _slots(plan: Plan, engine: Engine) -> Slots:
     config, mesh, count = plan.model, plan.mesh, engine.slots
-    shape = (config.num_hidden_layers, count, engine.max_length, config.num_key_value_heads, config.head_dim)
+    shape = (config.num_hidden_layers, count, config.num_key_value_heads, engine.max_length, config.head_dim)
     rows = None if mesh is None else batch_axes(mesh, count)
     cache = plan.array(shape, engine.dtype, P() if mesh is None else cache_spec(mesh, count))
     return Slots(
@@ -359,6 +366,21 @@ def _batch(plan: Plan) -> TokenBatch:
         behavior_logps=reals,
         ref_logps=reals if plan.reference else None,
     )
+
+
+def _narrowed(params: nnx.State, dtype: jnp.dtype) -> nnx.State:
+    """Abstract parameters with their matrices in `dtype`, where that is the smaller."""
+
+    def narrow(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        matrix = len(PARAM_AXES[name]) - PARAM_AXES[name].count("layers") > 1
+        smaller = dtype if matrix and dtype.itemsize < leaf.dtype.itemsize else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, smaller, sharding=leaf.sharding)
+
+    return jax.tree.unflatten(jax.tree.structure(params), [narrow(*item) for item in named(params).items()])
+
+
+def _arithmetic(config: Config) -> jnp.dtype:
+    return jnp.dtype("bfloat16" if config.train.compute_dtype == "auto" else config.train.compute_dtype)
 
 
 def _ids(plan: Plan) -> int:

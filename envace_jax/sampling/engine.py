@@ -53,8 +53,8 @@ class Engine:
         prefill_tokens: most tokens, padding included, that one prefill call forwards; bounds its memory.
         min_window: the first of the windows of the cache that attention looks at; each next one is twice as long (on a
             CPU, where attention is what costs, with steps between; for small models from half the cache on).
-        compact: decode few active slots as a small batch. Costs the memory of half the cache, and two to four times
-            the programs; not on a mesh that spreads slots.
+        compact: decode few active slots as a small batch. Costs the memory of a quarter of the cache (where layers
+            are taken apart of half), and two to four times the programs; not on a mesh that spreads slots.
         compile_ahead: compile all programs of a kind when the first of it is needed, so that no later call has to.
     """
 
@@ -107,6 +107,7 @@ class Engine:
             pieces=Pieces(slots, sizes, max(prefill_tokens, sizes[-1]), cheap_tokens, self.whole, factor),
             coarse=coarse,
             compact=compact and not self.whole,
+            halves=self._layered,
         )
         self.compile_ahead = compile_ahead
         self.compilations = 0  # programs traced so far

@@ -13,7 +13,7 @@ class Shapes:
 
     windows: how much of the cache attention may look at, ascending, the last is all of it. pieces: the calls that
     append. coarse: a program costs more than padding does (a small model on a CPU): larger steps, fewer programs.
-    compact: a few active rows are decoded as a small batch.
+    compact: a few active rows are decoded as a small batch, copied out of the cache; halves: half of them may be.
     """
 
     slots: int
@@ -22,14 +22,15 @@ class Shapes:
     pieces: Pieces
     coarse: bool
     compact: bool
+    halves: bool = True
 
     def decoding_windows(self, rows: int) -> tuple[int, ...]:
         """The windows of a decoding loop over `rows`; where shapes are coarse, a part of the slots has but one."""
         return (self.max_length,) if self.coarse and rows < self.slots else self.windows
 
     def decoding_rows(self) -> list[int]:
-        """How many rows a decoding loop may work on: all, a half, a quarter and an eighth."""
-        buckets, divisor = [self.slots], 2
+        """How many rows a decoding loop may work on: all, a half where halves are copied, a quarter and an eighth."""
+        buckets, divisor = [self.slots], 2 if self.halves else 4
         while self.compact and divisor <= 8 and self.slots % divisor == 0:
             buckets.append(self.slots // divisor)
             divisor *= 2

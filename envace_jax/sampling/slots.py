@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.qwen3 import KVCache, LayeredCache, Qwen3, Qwen3Config, Unrolled, init_cache
-from models.qwen3.sharding import batch_axes
+from models.qwen3 import CacheRows, KVCache, LayeredCache, Qwen3, Qwen3Config, Unrolled, init_cache
+from models.qwen3.sharding import batch_axes, cache_spec
 
 from .params import SlotSampling, token_keys
 from .sampler import sample
@@ -27,7 +27,7 @@ from .sampler import sample
 class Slots:
     """Streams on the device, one a row. An empty slot has length 0."""
 
-    cache: KVCache | LayeredCache  # k, v [L, slots, S, Hkv, Dh], or by layers and blocks of S
+    cache: KVCache | LayeredCache  # k, v [L, slots, Hkv, S, Dh], or by layers and blocks of S
     hidden: jax.Array  # float32[slots, D], after the last token
     lengths: jax.Array  # int32[slots]
     keys: jax.Array  # uint32[slots, 2]
@@ -84,9 +84,7 @@ def pin(state: Slots, mesh: Mesh | None) -> Slots:
     """Keep the layout of the state the same from call to call, or each call would compile anew."""
     if mesh is None:
         return state
-    cache = jax.lax.with_sharding_constraint(
-        state.cache, NamedSharding(mesh, P(None, batch_axes(mesh, state.count), None, "tp", None))
-    )
+    cache = jax.lax.with_sharding_constraint(state.cache, NamedSharding(mesh, cache_spec(mesh, state.count)))
     hidden, lengths, keys = jax.lax.with_sharding_constraint(
         (state.hidden, state.lengths, state.keys), _placements(mesh, state.count)
     )
@@ -129,9 +127,9 @@ def append(
     if isinstance(unrolled := for_decoding(model, state), Unrolled):
         hidden, cache = unrolled(tokens, positions, cache=state.cache, window=window, rows=rows)
     else:
-        # The rows are worked on as a small cache of their own: the cost is that of R rows, not of all slots.
-        hidden, part = model(tokens, positions, cache=_take_rows(state.cache, rows, window))
-        cache = _put_rows(state.cache, part, rows)
+        # The cost is that of R rows, not of all slots.
+        hidden, part = model(tokens, positions, cache=CacheRows(state.cache, rows), window=window)
+        cache = part.cache
     return dataclasses.replace(
         state,
         cache=cache,
@@ -150,14 +148,15 @@ def _take_rows(cache: KVCache | LayeredCache, rows: jax.Array, window: int):
     """A cache of the rows int32[R], cut to `window` slots each."""
     if isinstance(cache, LayeredCache):
         return cache.take(rows, window)
-    return jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="clip")[:, :, :window], cache)
+    return jax.tree.map(lambda x: jnp.take(x[:, :, :, :window], rows, axis=1, mode="clip"), cache)
 
 
 def _put_rows(cache: KVCache | LayeredCache, part: KVCache | LayeredCache, rows: jax.Array):
     """Write `part`, R rows of a window, into the given rows of `cache`, one row after the other and in place."""
     if isinstance(cache, LayeredCache):
         return cache.put(part, rows)
-    return jax.tree.map(lambda whole, new: whole.at[:, rows, : new.shape[2]].set(new, mode="drop"), cache, part)
+    window = part.max_length
+    return jax.tree.map(lambda whole, new: whole.at[:, rows, :, :window].set(new, mode="drop"), cache, part)
 
 
 def fork(state: Slots, sources: jax.Array, rows: jax.Array, keys: jax.Array, window: int) -> Slots:

@@ -1,6 +1,6 @@
 """Qwen3 (dense) in Flax NNX: configuration, forward pass, KV cache, sharding, Hugging Face weights."""
 
-from models.qwen3.cache import KVCache, init_cache
+from models.qwen3.cache import CacheRows, KVCache, init_cache
 from models.qwen3.config import Qwen3Config, RopeScaling
 from models.qwen3.layered import LayeredCache, Unrolled
 from models.qwen3.modeling import Qwen3
@@ -10,6 +10,7 @@ from models.qwen3.weights import CheckpointError, load_hf
 
 __all__ = [
     "CheckpointError",
+    "CacheRows",
     "KVCache",
     "LayeredCache",
     "Qwen3",

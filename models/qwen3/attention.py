@@ -70,18 +70,17 @@ def self_attention(
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
     """Attention over cache slots: the token at `positions[b, t]` sees slots 0 .. positions[b, t] of its row.
 
-    q [B, T, H, Dh], k and v [B, S, Hkv, Dh], positions int32[B, T] -> [B, T, H, Dh].
+    q [B, T, H, Dh], k and v as a cache has them, [B, Hkv, S, Dh], positions int32[B, T] -> [B, T, H, Dh].
     """
+    slots = k.shape[2]
 
     def attend(q: jax.Array, positions: jax.Array) -> jax.Array:
-        mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
-        if q.shape[1] == 1 and jax.default_backend() == "cpu":
-            return _xla_one_token(q, k, v, mask)
-        return _xla(q, k, v, mask)
+        mask = jnp.arange(slots)[None, None, :] <= positions[:, :, None]
+        return _xla(q, k, v, mask, heads_first=True)
 
     batch, length, heads, _ = q.shape
     block = length
-    while block % 2 == 0 and heads * block * k.shape[1] > _SCORES:
+    while block % 2 == 0 and heads * block * slots > _SCORES:
         block //= 2
     if block == length:
         return attend(q, positions)
@@ -91,15 +90,15 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
     return out.swapaxes(0, 1).reshape(q.shape)
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, heads_first: bool = False) -> jax.Array:
     # mask [B or 1, T, S]. A row that sees nothing (padding) gets the mean of v: finite, and nobody reads it.
     batch, length, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+    kv_heads, stored = (k.shape[1], "bksd") if heads_first else (k.shape[2], "bskd")
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.einsum(f"btkgd,{stored}->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
+    out = jnp.einsum(f"bkgts,{stored}->btkgd", weights, v)
     return out.reshape(batch, length, heads, head_dim)
 
 
@@ -125,23 +124,6 @@ def _xla_blocks(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | 
         blocks.append(out / weights.sum(axis=-1, keepdims=True).astype(out.dtype))
     out = jnp.concatenate(blocks, axis=3)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
-
-
-def _xla_one_token(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    # The same for T = 1 on a CPU, where decoding is bound by reading the cache: with the query heads laid out block-
-    # diagonally over [Hkv * Dh], keys and values are used as they lie, without the transpose to [B, Hkv, S, Dh] that
-    # batched products per head cost (measured: half the time at 512 slots).
-    batch, _, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    k, v = (x.reshape(batch, -1, kv_heads * head_dim) for x in (k, v))
-    eye = jnp.eye(kv_heads, dtype=q.dtype)
-    q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    q = jnp.einsum("bkgd,kj->bjdkg", q, eye).reshape(batch, kv_heads * head_dim, heads)
-    scores = jnp.einsum("bsc,bch->bsh", k, q, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
-    scores = jnp.where(mask[:, 0, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=1).astype(v.dtype)
-    out = jnp.einsum("bsh,bsc->bhc", weights, v).reshape(batch, kv_heads, -1, kv_heads, head_dim)
-    return jnp.einsum("bkgjd,kj->bkgd", out, eye.astype(v.dtype)).reshape(batch, 1, heads, head_dim)
 
 
 def _splash(

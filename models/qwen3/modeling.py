@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from models.qwen3.attention import IMPLEMENTATIONS, LANES, SPLASH_BLOCK, cached_attention, self_attention
-from models.qwen3.cache import KVCache
+from models.qwen3.cache import CacheRows, KVCache
 from models.qwen3.config import Qwen3Config
 from models.qwen3.sharding import check_divisible, constrain
 
@@ -152,10 +152,10 @@ class Qwen3(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | CacheRows | None = None,
         *,
         window: int | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, KVCache | CacheRows | None]:
         """Hidden states of `tokens`, final norm applied, and the cache with these tokens added.
 
         Without a cache: causal attention along each row, within equal `segments`; `positions` (for RoPE only)
@@ -212,7 +212,7 @@ class Qwen3(nnx.Module):
 
                 def attend(q, k, v):
                     nonlocal cache
-                    cache = cache.write(i, positions, k, v)
+                    cache = cache.write(i, positions, k, v, self.mesh)
                     return cached_attention(q, *cache.read(i, slots), positions)
 
                 x = self._layer(x, w, angles, attend)

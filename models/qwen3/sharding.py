@@ -123,8 +123,8 @@ def activation_spec(mesh: Mesh, axes: Sequence[str], batch: int) -> P:
 
 
 def cache_spec(mesh: Mesh, batch: int) -> P:
-    """PartitionSpec of a KV cache array [L, B, S, Hkv, Dh]."""
-    return activation_spec(mesh, ("layers", "batch", "length", "kv_heads", "head_dim"), batch)
+    """PartitionSpec of a KV cache array [L, B, Hkv, S, Dh]."""
+    return activation_spec(mesh, ("layers", "batch", "kv_heads", "length", "head_dim"), batch)
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str) -> jax.Array:

@@ -11,7 +11,7 @@ import pytest
 
 from envace_jax.config import Config, MeshConfig, load_config
 from envace_jax.errors import ConfigError
-from launch import parse_topology
+from launch import compile, parse_topology
 from launch.compile import Program, Report, _read_collectives, candidates, describe, needed_bytes
 from launch.hlo import Collective
 from launch.programs import as_on_tpu, find_compiler, mesh_sizes, read_model
@@ -108,6 +108,47 @@ def test_candidates_begin_with_the_slice_that_was_asked_for():
     assert found[0][1] == V5P_64
     assert all(changed.train.remat == "layer" and changed.train.micro_batch <= 2 for changed, _ in found)
     assert [topology.chips for _, topology in found] == sorted(topology.chips for _, topology in found)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """In the place of compiling: from 64 chips on it fits. Says what was compiled."""
+    asked = []
+
+    def measure(config, topology):
+        asked.append(topology.name)
+        size = 10**12 // topology.chips
+        program = Program("train", size, 0, 0, 0, 0, {})
+        return report(
+            topology=topology, mesh=mesh_sizes(config.mesh, topology), programs=(program,), micro_batch=1, remat="layer"
+        )
+
+    monkeypatch.setattr(compile, "measure", measure)
+    before = jax.config.jax_enable_compilation_cache
+    yield asked
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def test_the_status_is_0_when_it_fits(compiler, capsys):
+    assert compile.run(CONFIG, "v5e-64", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["proposal"] is None and compiler == ["v5e:8x8"]
+
+
+def test_the_status_is_1_when_it_does_not_and_what_would_is_proposed(compiler, capsys):
+    assert compile.run(CONFIG, "v5e-32", as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["proposal"]["topology"] == "v5e:8x8"
+    assert found["proposal"]["peak_bytes"] <= found["hbm_bytes"] < found["peak_bytes"]
+    assert {setting.split("=")[0] for setting in found["proposal"]["overrides"]} == {
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.tp",
+        "train.micro_batch",
+        "train.remat",
+    }
+    assert compile.run(CONFIG, "v5e-32", proposal=False) == 1
+    assert "does not fit: 31.25 GB of 16.00 GB" in capsys.readouterr().out
 
 
 def test_one_mesh_axis_takes_the_rest_of_the_slice():

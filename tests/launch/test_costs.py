@@ -84,5 +84,17 @@ def test_more_rows_and_fewer_chips_are_guessed_to_take_more():
     assert costs.guess_peak(CONFIG, model, 1, 8, 1).peak > costs.guess_peak(CONFIG, model, 1, 32, 1).peak
 
 
+def test_what_lies_on_a_chip_by_hand():
+    model, setting = Qwen3Config.preset("qwen3-8b"), dataclasses.replace(CONFIG.rollout, max_length=20_480)
+    config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(setting, tasks_per_step=16, group_size=4))
+    count, row = costs.parameter_count(model), 36 * 20_480 * 2 * 8 * 128 * 2
+    # One host of four chips: float32 parameters and two moments, and all 64 rows of the cache.
+    assert costs.floor_bytes(config, model, parse_topology("v5p-8"), 4) == 12 * count / 4 + 64 * row / 4
+    # Two such hosts: each keeps half of the rows, and a copy in 16 bits over tp.
+    assert (
+        costs.floor_bytes(config, model, parse_topology("v5p-16"), 2) == 12 * count / 8 + 32 * row / 4 + 2 * count / 2
+    )
+
+
 def test_one_mesh_axis_may_take_the_rest():
     assert MeshConfig(data=1, fsdp=-1).fsdp == -1

@@ -1,5 +1,10 @@
 """Every attention kernel gives the result of the plain formula."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,13 +53,15 @@ def test_cached_attention_sees_slots_up_to_its_position(tokens):
     q, k, v = inputs(2, 9, 6, 3, 8)
     positions = np.array([[0, 4, 8], [7, 2, 3]])[:, :tokens]
     mask = np.arange(9) <= positions[..., None]
-    out = attention.cached_attention(q[:, :tokens], k, v, jnp.asarray(positions))
+    stored = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+    out = attention.cached_attention(q[:, :tokens], *stored, jnp.asarray(positions))
     np.testing.assert_allclose(out, plain(q[:, :tokens], k, v, mask), atol=1e-5)
 
 
 def test_long_pieces_over_long_caches_go_in_blocks_of_queries(monkeypatch):
     q, k, v = inputs(2, 24, 4, 2, 8)
     q, positions = q[:, :12], jnp.asarray(np.arange(12) + np.array([[3], [9]]))
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     whole = attention.cached_attention(q, k, v, positions)
     monkeypatch.setattr(attention, "_SCORES", 4 * 24 * 3)  # three queries at a time
     program = jax.make_jaxpr(attention.cached_attention)(q, k, v, positions)
@@ -85,6 +92,31 @@ def test_gradients_of_splash_are_those_of_xla():
     found = gradient(lambda q, k, v: attention._splash(q, k, v, segments, None, 128, interpret=True))
     expected = gradient(lambda q, k, v: attention.self_attention(q, k, v, segments, implementation="xla"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
+
+
+_ON_GPU = """
+import jax, jax.numpy as jnp, numpy as np
+from models.qwen3.attention import choose, self_attention
+rng = np.random.default_rng(0)
+q, k, v = (jnp.asarray(rng.normal(size=(2, 256, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2))
+segments = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], 64, axis=1))
+weights = jnp.where(segments[..., None, None] > 0, jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16), 0)
+assert choose("auto", length=256, head_dim=64, dtype=q.dtype) == "cudnn"
+def of(kernel):
+    def loss(q, k, v):
+        return (self_attention(q, k, v, segments, implementation=kernel) * weights).astype(jnp.float32).sum()
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+for a, b in zip(*(jax.tree.leaves(of(kernel)) for kernel in ("cudnn", "xla"))):
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    assert np.abs(a - b).max() < 0.05 * np.abs(b).max(), (np.abs(a - b).max(), np.abs(b).max())
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a GPU")
+def test_cudnn_gives_the_values_and_gradients_of_xla(root):
+    # In a process of its own: this one's devices are simulated.
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    subprocess.run([sys.executable, "-c", _ON_GPU], cwd=root, env=environment, check=True, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import pytest
 from flax import nnx
 
 from envace_jax.grpo import token_logps
+from envace_jax.sampling import slots
+from envace_jax.sampling.params import slot_sampling
 from models.qwen3 import Qwen3, Qwen3Config
 
 
-def gradient(layers, vocab_size, rows, length):
-    """The compiled gradient of all log-probabilities of a batch, and the seconds of all cores that it took."""
+def abstract_model(layers, vocab_size):
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -22,7 +23,12 @@ def gradient(layers, vocab_size, rows, length):
         num_key_value_heads=2,
         head_dim=8,
     )
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0), remat="layer")))
+    return config, *nnx.split(nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0), remat="layer")))
+
+
+def gradient(layers, vocab_size, rows, length):
+    """The compiled gradient of all log-probabilities of a batch, and the seconds of all cores that it took."""
+    _, graphdef, params = abstract_model(layers, vocab_size)
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
 
     def loss(params, tokens):
@@ -31,6 +37,23 @@ def gradient(layers, vocab_size, rows, length):
     began = time.process_time()
     compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
     return compiled, time.process_time() - began
+
+
+def decoding(layers, rows, length):
+    """The same of the engine's loop over a stacked cache, and the bytes of that cache."""
+    config, graphdef, params = abstract_model(layers, 64)
+    state = jax.eval_shape(lambda: slots.empty_slots(config, rows, [length], jnp.float32, None))
+    sampling = jax.eval_shape(lambda: slot_sampling(rows, {}))
+    vector, scalar = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def run(params, state, *inputs):
+        fixed = {"window": length, "width": 8, "vocab_size": 64, "pin_state": lambda state: state}
+        return slots.decode(nnx.merge(graphdef, params), state, *inputs, **fixed)
+
+    began = time.process_time()
+    lowered = jax.jit(run, donate_argnums=1).lower(params, state, sampling, vector, vector, scalar, scalar)
+    compiled = lowered.compile()
+    return compiled, time.process_time() - began, sum(x.size * 4 for x in jax.tree.leaves(state.cache))
 
 
 @pytest.fixture
@@ -42,11 +65,19 @@ def no_cache():
     jax.config.update("jax_enable_compilation_cache", before)
 
 
-@pytest.mark.slow(reason="compiles a training pass three times")
+@pytest.mark.slow(reason="compiles a training pass and a decoding loop three times each")
 def test_compile_time_does_not_grow_with_depth(no_cache):
     gradient(2, 64, 1, 32)  # what only the first compilation of a process pays for
     (_, shallow), (_, deep) = gradient(4, 64, 2, 64), gradient(36, 64, 2, 64)
     assert deep < 1.5 * shallow
+    decoding(2, 2, 16)
+    (_, shallow, _), (_, deep, _) = decoding(4, 2, 32), decoding(36, 2, 32)
+    assert deep < 1.5 * shallow
+
+
+def test_decoding_keeps_one_cache():
+    compiled, _, cache = decoding(12, 8, 512)
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * cache
 
 
 def test_no_pass_holds_the_logits_of_all_positions():

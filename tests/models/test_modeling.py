@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3 import KVCache, Qwen3, Qwen3Config, init_cache, load_hf
+from models.qwen3 import CacheRows, KVCache, Qwen3, Qwen3Config, init_cache, load_hf
 from models.qwen3.modeling import linear
 
 SMALL = Qwen3Config(
@@ -111,7 +111,7 @@ def test_chunks_through_a_cache_equal_one_forward_pass(small, tokens):
         chunk = tokens[:, start:stop]
         _, logits, cache = run(small, chunk, positions=positions_of(chunk, start), cache=cache)
         parts.append(logits)
-    assert isinstance(cache, KVCache) and cache.k.shape == (2, 3, 16, 2, 8)
+    assert isinstance(cache, KVCache) and cache.k.shape == (2, 3, 2, 16, 8)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-5)
 
 
@@ -134,17 +134,32 @@ def test_positions_outside_the_cache_write_nothing(small, tokens, outside):
     marked = jax.tree.map(lambda x: x + 7.0, cache)
     position = jnp.array([[3], [outside], [5]], jnp.int32)
     hidden, _, written = run(small, tokens[:, :1], positions=position, cache=marked)
-    changed = np.asarray((written.k != 7.0).any(axis=(0, 3, 4)))  # [B, S]
+    changed = np.asarray((written.k != 7.0).any(axis=(0, 2, 4)))  # [B, S]
     assert [tuple(x) for x in np.argwhere(changed)] == [(0, 3), (2, 5)]
     assert np.isfinite(hidden).all()
 
 
 def test_window_reads_only_the_first_slots(small, tokens):
     cache = init_cache(SMALL, 3, 64, jnp.float32)
-    poisoned = jax.tree.map(lambda x: x.at[:, :, 12:].set(jnp.nan), cache)
+    poisoned = jax.tree.map(lambda x: x.at[:, :, :, 12:].set(jnp.nan), cache)
     _, whole, _ = run(small, tokens)
     _, logits, _ = run(small, tokens, positions=positions_of(tokens), cache=poisoned, window=12)
     np.testing.assert_allclose(logits, whole, atol=1e-5)
+
+
+def test_some_rows_of_a_cache_are_extended_where_they_lie(small, tokens):
+    # Rows 3 and 1 of five; the last two of the batch are padding, whose row is outside. Every row is the same before.
+    start = jax.tree.map(lambda x: x + 7.0, init_cache(SMALL, 5, 12, jnp.float32))
+    batch = jnp.concatenate([tokens[:2], tokens[:2]])[:, :4]
+    positions = positions_of(batch).at[1, 3].set(12)  # one token of padding: not stored
+    rows = jnp.array([3, 1, 5, 99], jnp.int32)
+    hidden, _, view = run(small, batch, positions=positions, cache=CacheRows(start, rows), window=8)
+    alone, _, expected = run(small, batch, positions=positions, cache=jax.tree.map(lambda x: x[:, :4], start))
+    np.testing.assert_allclose(hidden[0], alone[0], atol=1e-5)
+    np.testing.assert_allclose(hidden[1, :3], alone[1, :3], atol=1e-5)
+    np.testing.assert_allclose(view.cache.k[:, rows[:2]], expected.k[:, :2], atol=1e-5)
+    np.testing.assert_allclose(view.cache.v[:, rows[:2]], expected.v[:, :2], atol=1e-5)
+    assert (view.cache.k[:, jnp.array([0, 2, 4])] == 7).all() and (view.cache.k[:, 1, :, 3:] == 7).all()
 
 
 def test_cache_needs_positions_and_refuses_segments(small, tokens):

@@ -67,12 +67,12 @@ def test_sharded_cache_is_written_where_it_lies(untied):
     mesh = sharding.make_mesh(2, 2, 2)
     model = load_hf(untied.directory, mesh)
     cache = init_cache(model.config, 4, 16, jnp.float32, mesh)
-    assert cache.k.sharding.spec == P(None, ("data", "fsdp"), None, "tp", None)
+    assert cache.k.sharding.spec == P(None, ("data", "fsdp"), "tp", None, None)
     tokens = np.tile(untied.tokens[:, :16], (2, 1))
     positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (4, 16))
     found, cache = forward(model, tokens, positions, cache)
     np.testing.assert_allclose(found, np.tile(untied.expected["logits"][:, :16], (2, 1, 1)), atol=1e-4)
-    assert cache.k.addressable_shards[0].data.shape == (3, 1, 16, 1, 16)
+    assert cache.k.addressable_shards[0].data.shape == (3, 1, 1, 16, 16)
 
 
 def test_writing_the_cache_moves_nothing_between_devices():
@@ -84,7 +84,7 @@ def test_writing_the_cache_moves_nothing_between_devices():
     positions = jax.device_put(
         np.tile(np.arange(3, dtype=np.int32), (8, 1)), jax.sharding.NamedSharding(mesh, P("data"))
     )
-    program = jax.jit(lambda c, p, v: c.write(1, p, v, v)).lower(cache, positions, values).compile().as_text()
+    program = jax.jit(lambda c, p, v: c.write(1, p, v, v, mesh)).lower(cache, positions, values).compile().as_text()
     assert not [word for word in ("all-gather", "all-reduce", "all-to-all", "collective") if word in program]
 
 
