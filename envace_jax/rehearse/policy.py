@@ -105,7 +105,8 @@ def together(
             heard[i] = [None] * len(asked[i])
         except StopIteration as stop:
             results[i] = stop.value
-            asked.pop(i, None), heard.pop(i, None)
+            asked.pop(i, None)
+            heard.pop(i, None)
             ended.add(i)
             progress(len(ended), len(speeches))
 

@@ -174,7 +174,7 @@ def test_each_role_speaks_by_its_own_parameters(engine, model, other_model):
     assert sum((parts[1] == 2).sum() for parts, _ in fused.values()) > 20
 
 
-def test_random_episodes_compile_the_programs_of_the_buckets_and_no_other(engine, model):
+def test_random_episodes_compile_the_programs_of_the_buckets_and_no_other(model):
     ahead = Engine(CONFIG, slots=4, max_length=160, vocab_size=VOCAB, min_window=80, compile_ahead=True)
     loop = FusedLoop(ahead, GRAMMAR, PARAMS, look_every=16)
     assert ahead.shapes.windows == (80, 120, 160)
