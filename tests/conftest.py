@@ -24,6 +24,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import pytest  # noqa: E402
 
+from tests.tiny import tiny_config  # noqa: E402
+
 if TYPE_CHECKING:
     from models.qwen3 import Qwen3Config
 
@@ -53,21 +55,8 @@ def fixtures_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_config() -> "Qwen3Config":
-    """A Qwen3 small enough to compile in a second; like its larger siblings: grouped heads, an untied head."""
-    from models.qwen3 import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        rope_theta=10_000.0,
-        tie_word_embeddings=False,
-    )
+    """A Qwen3 small enough to compile in a second."""
+    return tiny_config()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,7 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train"), str(ROOT / "tests" / "soak")]
-from together import OF_THE_CLOCK, free_port, machine, make_policy, start, wait_for_all  # noqa: E402
+from together import OF_THE_CLOCK, free_port, machine, start, wait_for_all  # noqa: E402
+
+from tests.tiny import save_policy  # noqa: E402
 
 START_S, HEARTBEAT_S = 60.0, 15.0
 STEPS_A_KILL, SAVE_EVERY = 8, 3
@@ -178,7 +180,7 @@ def soak(settings: argparse.Namespace) -> bool:
     rng = random.Random(settings.seed)
     settings.out.mkdir(parents=True)
     where = machine()
-    make_policy(settings.out)
+    save_policy(settings.out / "policy")
     quiet, disturbed = Run(settings, "quiet"), Run(settings, "disturbed")
     ready_s, step_s = undisturbed(quiet)
     kills = []

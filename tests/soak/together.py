@@ -1,4 +1,4 @@
-"""What the programs of this directory share: a tiny policy, and processes that are started together."""
+"""What the programs of this directory share: processes that are started together."""
 
 from __future__ import annotations
 
@@ -16,34 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OF_THE_CLOCK = ("time/", "throughput/", "compile/")
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on what is as it should be
-
-
-def make_policy(directory: Path) -> Path:
-    """A tiny policy with random weights and a tokenizer of the embedded world; returns its Hugging Face directory."""
-    import dataclasses
-
-    from flax import nnx
-
-    from envace_jax.chat.build import train_tokenizer
-    from envace_jax.tasks.mini.vocabulary import PATTERN, texts
-    from models.qwen3 import Qwen3, Qwen3Config, save_hf
-
-    train_tokenizer(texts(40), 512, directory / "tokenizer", pattern=PATTERN)
-    config = dataclasses.replace(
-        Qwen3Config.preset("qwen3-0.6b"),
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=2048,
-    )
-    save_hf(Qwen3(config, rngs=nnx.Rngs(0)), directory / "policy", "float32")
-    for path in (directory / "tokenizer").iterdir():
-        path.rename(directory / "policy" / path.name)
-    return directory / "policy"
 
 
 def free_port() -> int:

@@ -1,16 +1,13 @@
 """A tiny policy and packed batches of random episodes for it."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from envace_jax.chat.build import train_tokenizer
 from envace_jax.grpo import TokenBatch
-from envace_jax.tasks.mini.vocabulary import PATTERN, texts
-from models.qwen3 import Qwen3, save_hf
+from models.qwen3 import Qwen3
+from tests.tiny import save_policy
 
 
 @pytest.fixture
@@ -55,13 +52,6 @@ def make_rows():
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory, tiny_qwen3_config):
+def policy(tmp_path_factory):
     """A Hugging Face directory: the tiny model with random weights and a tokenizer of the embedded world."""
-    directory = tmp_path_factory.mktemp("policy")
-    train_tokenizer(texts(40), 512, directory, pattern=PATTERN)
-    config = dataclasses.replace(tiny_qwen3_config, vocab_size=512, max_position_embeddings=2048)
-    save_hf(Qwen3(config, rngs=nnx.Rngs(0)), directory / "model", "float32")
-    for path in (directory / "model").iterdir():
-        path.rename(directory / path.name)
-    (directory / "model").rmdir()
-    return directory
+    return save_policy(tmp_path_factory.mktemp("made") / "policy")
