@@ -56,12 +56,14 @@ from models.qwen3.sharding import make_mesh
 @dataclass(frozen=True)
 class Sampled:
     """The episodes of a step. everything, learned: outlines of all processes' episodes, and of those learned from.
-    own: the trajectories of this process. seconds: that it took this process alone to sample them."""
+    own: the trajectories of this process. seconds: that it took this process alone to sample them, and reshard_s before
+    that to bring parameters from the layout of training to that of sampling."""
 
     everything: list[Outline]
     learned: list[Outline]
     own: list[Trajectory]
     seconds: float
+    reshard_s: float
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,14 @@ class Job:
 
     def sample(self, state: TrainState, step: int) -> Sampled:
         """The episodes of a step, and those it learns from. Raises StopRun where a signal stops a process."""
-        settings, model = self.config.rollout, self.model(state)
+        began = time.perf_counter()
+        settings, models = self.config.rollout, [self.model(state)]
         if self.partner is not None:
-            self.partner.sampling = self.model(self.partner.state)
+            models.append(self.model(self.partner.state))
+            self.partner.sampling = models[1]
+        if self.processes.count > 1:  # a single one samples from the parameters where they lie
+            jax.block_until_ready([nnx.state(model) for model in models])
+        reshard_s = time.perf_counter() - began
         own: list[Trajectory] = []
         seconds = 0.0
 
@@ -104,7 +111,7 @@ class Job:
             def episodes() -> list[Any]:
                 nonlocal seconds
                 began = time.perf_counter()
-                fresh = self.rollout(model, self.tasks(number), number)
+                fresh = self.rollout(models[0], self.tasks(number), number)
                 seconds += time.perf_counter() - began
                 first = len(own)
                 own.extend(fresh)
@@ -120,7 +127,7 @@ class Job:
             max_refills=settings.max_refills,
             shape=lambda outlines: shape_rewards(outlines, self.config.reward, settings.max_length),
         )
-        return Sampled(everything, learned, own, seconds)
+        return Sampled(everything, learned, own, seconds, reshard_s)
 
     def judge_seconds(self) -> float:
         """Seconds spent on verdicts since the last call, by all threads of this process."""

@@ -138,6 +138,7 @@ def _train(
                 "train/learning_rate": float(rate),
                 "episodes/learned_fraction": len(sampled.learned) / max(len(sampled.everything), 1),
                 "time/rollout_s": ready - began,
+                "time/reshard_s": sampled.reshard_s,  # part of it
                 "time/train_s": ended - learning,
                 "time/judge_s": sum(figures["judge_s"] for figures in told),
                 "time/sync_s": synced + everyone.waited(),

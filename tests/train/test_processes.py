@@ -188,6 +188,7 @@ def test_each_process_gives_a_sign_of_life_and_the_first_alone_writes_figures(pa
     line = read_metrics(root / "straight")[-1]
     for name in ("rollout", "judge", "pack", "train", "sync", "checkpoint"):
         assert line[f"time/{name}_s"] >= 0.0
+    assert 0 < line["time/reshard_s"] < line["time/rollout_s"]
     assert line["time/straggler_ratio"] >= 1.0 and 0 < line["time/agreement_s"] < line["time/step_s"]
     assert line["throughput/sampled_tokens_per_s_per_chip"] == pytest.approx(
         line["throughput/sampled_tokens_per_s"] / 4
