@@ -2,8 +2,10 @@
 
     python -m bench.rehearsal TRAINED --base models/qwen3_mini --tasks 500 --out runs/rehearsal.jsonl
 
-The actor is always TRAINED; plans are made by it, or by the base model. One JSON line for each row, appended as it is
-measured, so that a run that was stopped goes on where it was; `--table` prints the file as Markdown instead.
+The actor is always TRAINED; plans are made by it, or by the base model. Plans, rehearsals and real turns are drawn at
+one temperature. One JSON line for each row, appended as it is measured, so that a run that was stopped goes on where it
+was; `--share 1/2` and `--share 2/2` measure half of the rows each, for two processes on cores of their own. `--table`
+prints the file as Markdown instead.
 """
 
 from __future__ import annotations
@@ -28,15 +30,28 @@ from envace_jax.train import load_model, tokenizer_directory
 MEMORY_TOKENS = 400
 
 
-def rows(counts: list[int], with_base: bool) -> Iterator[tuple[str, RehearseSettings]]:
+def rows(
+    counts: list[int], with_base: bool, temperature: float, top_p: float
+) -> Iterator[tuple[str, RehearseSettings]]:
     """(who plans, settings) of every row."""
-    yield "nobody", RehearseSettings(plans=0)
-    for mode, who, plans in itertools.product(("parallel", "sequential"), ("base", "trained")[not with_base :], counts):
-        yield who, RehearseSettings(plans=plans, mode=mode, memory_tokens=MEMORY_TOKENS, critique=False)
-    for plans in counts:
-        yield "trained", RehearseSettings(plans=plans, memory="vote")
-    top = max(counts)
-    yield "trained", RehearseSettings(plans=top, memory_tokens=None, critique=False)
+    common = RehearseSettings(
+        memory_tokens=MEMORY_TOKENS,
+        critique=False,
+        temperature=temperature,
+        top_p=top_p,
+        act_temperature=temperature,
+        act_top_p=top_p,
+    )
+    yield "nobody", dataclasses.replace(common, plans=0)
+    several = [plans for plans in counts if plans > 1]  # one plan in sequence is one plan
+    for who in ("trained", "base") if with_base else ("trained",):
+        for plans in counts:
+            yield who, dataclasses.replace(common, plans=plans)
+        for plans in several:
+            yield who, dataclasses.replace(common, plans=plans, mode="sequential")
+    for plans in several:
+        yield "trained", dataclasses.replace(common, plans=plans, memory="vote")
+    yield "trained", dataclasses.replace(common, plans=max(counts), memory_tokens=None)
 
 
 def main() -> None:
@@ -46,6 +61,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=500)
     parser.add_argument("--plans", type=int, nargs="+", default=[1, 2, 3, 4, 8])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of all that is sampled")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="every Nth row, from the Ith on")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     parser.add_argument("--table", action="store_true", help="print what --out holds as Markdown")
     given = parser.parse_args()
@@ -62,7 +80,9 @@ def main() -> None:
 
     own, base = policy(given.trained), policy(given.base) if given.base else None
     done = [(row["who"], row["settings"]) for row in read(given.out)]
-    for who, settings in rows(given.plans, base is not None):
+    first, of = map(int, given.share.split("/"))
+    wanted = rows(given.plans, base is not None, given.temperature, given.top_p)
+    for who, settings in itertools.islice(wanted, first - 1, None, of):
         if (who, dataclasses.asdict(settings)) in done:
             continue
         planner = base if who == "base" else own
