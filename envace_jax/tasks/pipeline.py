@@ -21,6 +21,7 @@ from envace_jax.tasks.spill import Spill
 from envace_jax.tasks.tfds_builder import TfdsTasks, is_tfds
 
 READ_AHEAD = 2  # steps
+_DRAWS = 1 << 50  # more than any run comes to; without an end grain cannot count the batches when a batch is one task
 
 
 class TaskSource(Protocol):
@@ -110,7 +111,8 @@ class TaskSteps:
         def read(numbers: Any) -> list[Task]:
             return [source[chosen[int(numbers[i])]] for i in share]
 
-        self._steps = grain.MapDataset.range(len(chosen)).shuffle(seed=seed).repeat().batch(per_step).map(read)
+        order = grain.MapDataset.range(len(chosen)).shuffle(seed=seed).repeat(_DRAWS // len(chosen))
+        self._steps = order.batch(per_step).map(read)
         self._ahead = self._steps.to_iter_dataset(
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
         ).__iter__()

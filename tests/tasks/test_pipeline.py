@@ -55,6 +55,11 @@ def test_five_steps_of_four_are_two_passes_over_ten_tasks_in_two_orders(steps):
     assert ids[:COUNT] != ids[COUNT:]
 
 
+def test_a_step_may_be_one_task(steps):
+    one = steps(per_step=1)
+    assert [one(i) for i in range(2 * PER_STEP)] == [[task] for i in range(2) for task in steps()(i)]
+
+
 def test_seeds_give_orders(steps):
     assert [steps()(i) for i in range(3)] == [steps()(i) for i in range(3)]
     assert [steps()(i) for i in range(3)] != [steps(seed=4)(i) for i in range(3)]
