@@ -27,7 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train"), str(ROOT / "tests" / "soak")]
-from together import OF_THE_CLOCK, free_port, machine, start, wait_for_all  # noqa: E402
+from compared import figures  # noqa: E402
+from together import free_port, machine, show, start, wait_for_all  # noqa: E402
 
 from tests.tiny import save_policy  # noqa: E402
 
@@ -74,7 +75,7 @@ class Run:
         port, everyone = free_port(), range(self.settings.processes)
         arguments = [port, self.settings.out / "policy", self.out, self.settings.steps]
         commands = [[__file__, "worker", i, self.settings.processes, *arguments] for i in everyone]
-        return start(commands, [self.log(i) for i in everyone], self.settings.out / "xla")
+        return start(commands, [self.log(i) for i in everyone], self.settings.cache)
 
     def log(self, process: int) -> Path:
         return self.settings.out / f"{self.out.name}_{self.attempts}_{process}.log"
@@ -91,7 +92,8 @@ class Run:
 
     def held_up(self, statuses: list[int]) -> None:
         """An attempt ended by itself. Raises SystemExit where that is not allowed for."""
-        print(f"it ended by itself: {statuses}; see {self.log(0)}", flush=True)
+        print(f"it ended by itself: {statuses}", flush=True)
+        show([self.log(i) for i in range(self.settings.processes)])
         if self.settings.hold_ups == 0:
             sys.exit(1)
         self.settings.hold_ups -= 1
@@ -104,11 +106,6 @@ class Run:
         if found is None:
             return "-"
         return f"step {found[1]}" + (f" ({found[2]} half-written, left out)" if found[2] else "")
-
-    def lines(self) -> list[dict]:
-        """The metrics, without what depends on the clock."""
-        read = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-        return [{name: v for name, v in line.items() if not name.startswith(OF_THE_CLOCK)} for line in read]
 
 
 def same_parameters(a: Path, b: Path) -> bool:
@@ -195,15 +192,16 @@ def soak(settings: argparse.Namespace) -> bool:
     statuses = wait_for_all(disturbed.start(), settings.limit)
     print(f"left alone: from {disturbed.went_on_from()}, {statuses}", flush=True)
     if any(statuses):
+        show([disturbed.log(i) for i in range(settings.processes)])
         return False
-    steps = [line["step"] for line in disturbed.lines()]
+    lines = figures(disturbed.out)
     checks = {
         f"{settings.kills} kills before it was done": len(kills) == settings.kills,
         "those who were left never ended with success": all(
             status != 0 for kill in kills for status in kill["statuses"]
         ),
-        "each step once": steps == list(range(1, settings.steps + 1)),
-        "the same figures": disturbed.lines() == quiet.lines(),
+        "each step once": [line["step"] for line in lines] == list(range(1, settings.steps + 1)),
+        "the same figures": lines == figures(quiet.out),
         "parameters equal to the bit": same_parameters(disturbed.out, quiet.out),
     }
     for name, holds in checks.items():
@@ -268,7 +266,9 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a run may take")
     parser.add_argument("--hold-ups", type=int, default=0, help="how often the machine may be suspended meanwhile")
     parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    parser.add_argument("--cache", type=Path, help="of compiled programs; default: in that directory")
     parser.add_argument("--log", type=Path, help="write what happened there, as a page")
     chosen = parser.parse_args()
+    chosen.cache = (chosen.cache or chosen.out / "xla").absolute()
     chosen.steps = chosen.steps or STEPS_A_KILL * (chosen.kills + 1)
     sys.exit(0 if soak(chosen) else 1)

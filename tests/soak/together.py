@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_THE_CLOCK = ("time/", "throughput/", "compile/")
+# Programs run for moments only: compiled without care they are ready a third sooner.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on what is as it should be
 
 
@@ -36,7 +38,7 @@ def start(commands: Sequence[Sequence[object]], logs: Sequence[Path], cache: Pat
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK}",
     }
     started = []
     for command, path in zip(commands, logs, strict=True):
@@ -54,6 +56,13 @@ def wait_for_all(started: Sequence[subprocess.Popen], within_s: float) -> list[i
     finally:
         for process in started:
             process.kill()
+
+
+def show(logs: Sequence[Path], lines: int = 30) -> None:
+    """Prints how the logs end, for whoever finds out why something failed."""
+    for path in logs:
+        end = path.read_text(errors="replace").splitlines()[-lines:] if path.is_file() else ["is not there"]
+        print(f"--- {path}", *end, sep="\n", flush=True)
 
 
 def machine() -> str:

@@ -2,23 +2,127 @@
 
 Each line of a script is one token, and the script says with which probability a line follows another. Attention adds
 small noise, so that log-probabilities betray a token that was scored in another context than it was sampled in.
+
+`SCRIPTS` make calls, rehearse responses and end episodes in every way, on the tasks of `write_tasks` and on those in
+the public format, `VERL`, whose items only a judge can answer; `make_run` is a run of them through the real engine.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from envace_jax.chat import ChatTokenizer
+from envace_jax.chat import ChatTokenizer, ToolCall
 from envace_jax.chat.build import train_tokenizer
+from envace_jax.config import Config
+from envace_jax.rollout import Simulator
+from envace_jax.tasks import read_tasks
 from models.qwen3 import Qwen3, Qwen3Config, save_hf
+from tests.rewards.endpoint import verdict
+from tests.rollout.conftest import make_task
+from tests.train.runs import make_config
+
+VERL = Path(__file__).resolve().parents[1] / "fixtures" / "tasks" / "verl.parquet"
 
 NEVER = -20.0  # log-probability of what the script does not name
 NOISE = 1e-3  # of the attention's output, against states of length 1
+
+CALL = '{"name": "get_order", "arguments": {"order": 111}}'
+DREAMT, REJECTED = '{"dreamt": 1}', '{"error_tool_call": {}}'
+TAGGED = f"<execution_result>{DREAMT}</execution_result>"
+REPLY, THOUGHT = "Done 0.", "Let me see."
+ACTS = {
+    "call_open": {CALL: 1.0},
+    CALL: {"call_close": 1.0},
+    "call_close": {"im_end": 0.8, "call_open": 0.2},
+    "think_open": {THOUGHT: 1.0},
+    THOUGHT: {"think_close": 1.0},
+    "think_close": {REPLY: 0.6, "call_open": 0.4},
+    REPLY: {"im_end": 0.9, "endoftext": 0.1},
+}
+INLINE = ACTS | {
+    "\n\n": {"call_open": 0.5, REPLY: 0.3, "think_open": 0.2},  # the actor begins
+    "\n": {DREAMT: 0.9, REJECTED: 0.1},  # the rehearser begins
+    DREAMT: {"response_close": 1.0},
+    REJECTED: {"response_close": 1.0},
+}
+# Under prompts of their own rehearsals begin as acts do.
+PROMPTED = ACTS | {
+    "\n\n": {"call_open": 0.4, REPLY: 0.2, TAGGED: 0.4},
+    TAGGED: {"im_end": 1.0},
+}
+SCRIPTS = {"inline": INLINE, "simulator": PROMPTED}  # by `world.form`
+
+# Sections of a run that has every term of the objective.
+EVERY_TERM: dict[str, Any] = {
+    "rollout": {"max_refills": 1, "max_length": 160},
+    "reward": {"overlong": "shape", "overlong_buffer": 160},
+    "advantage": {"baseline": "generation", "scale_by_std": True, "leave_one_out": True},
+    "grpo": {
+        "ratio": "sequence",
+        "aggregate": "seq-mean-token-mean",
+        "kl": "k3+",
+        "kl_coef": 0.1,
+        "sampler_correction": "sequence",
+        "entropy_coef": 0.01,
+        "role_weights": [1.0, 0.5],
+    },
+    "train": {"old_logps": "recompute", "updates_per_batch": 2},
+}
+
+
+def write_tasks(path: Path) -> Path:
+    """Two tasks of two user turns, with rules and an executable environment."""
+    items = [{"id": "a", "question": "?", "focus_on": "assistant.content", "pass_condition": "p", "weight": 1.0}]
+    items[0]["rule"] = {"kind": "reply_states", "statements": ["Done 0"]}
+    task = make_task(2, [items, items])
+    records = [dataclasses.replace(task, id=name).to_json() for name in ("one", "two")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def save_scripted(directory: Path, form: str, tasks: Path, *, heads: int = 1) -> Path:
+    """Writes the policy of `SCRIPTS[form]`, whose tokenizer knows `tasks` and `VERL`; see `save_chain`."""
+    known = [task for path in (VERL, tasks) for task in read_tasks(str(path))]
+    prompts = [m["content"] for task in known for m in task.messages]
+    prompts += [json.dumps(tool) for task in known for tool in task.tools]
+    call = ToolCall("get_order", {"order": 111})
+    prompts += [m["content"] for m in Simulator().messages(known[-1], [], "", call)]
+    return save_chain(directory, SCRIPTS[form], prompts, heads=heads)
+
+
+def make_run(policy: Path, out: Path, tasks: Path, steps: int = 2, **sections: Any) -> Config:
+    """Two groups of four episodes a step; `sections` are merged with these settings."""
+    form = sections.get("world", {}).get("form", "inline")
+    settings: dict[str, Any] = {
+        "tasks": {"kind": "checklist", "path": str(tasks)},
+        "rollout": {
+            "group_size": 4,
+            "tasks_per_step": 2,
+            "max_length": {"inline": 256, "simulator": 512}[form],
+            "turn_tokens": 12,
+            "response_tokens": 8,
+            "max_turns": 5,
+        },
+        "train": {"save_every": 1, "micro_batch": 4, "learning_rate": 1e-3},
+        "logging": {"trajectories_every": 1},
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section}
+    return make_config(policy, out, steps, **settings)
+
+
+def decide(handler: Any) -> None:
+    """The script of an `Endpoint` that judges, by what it is shown alone."""
+    handler.reply(verdict(zlib.crc32(handler.asked["messages"][1]["content"].encode()) % 3 > 0))
 
 
 def save_chain(
