@@ -11,6 +11,7 @@ import json
 import time
 from typing import Any
 
+GIVEN_UP = "has given the checkpoint up"
 _PAUSE_S = (0.01, 2.0)  # between two looks: it doubles from the first to the second
 _LEFT_OUT = ("async_write_complete", "async_commit_complete")  # Orbax's names of where one that failed never comes
 _REMEMBERED = 8  # places; nobody is more than one ahead of the slowest
@@ -47,7 +48,7 @@ class Gate:
                 return
             elsewhere = [i for i in missing if i in others and others[i][-1] not in self._been]
             if elsewhere and any(place in key for place in _LEFT_OUT):
-                raise RuntimeError(f"process {elsewhere[0]} has given the checkpoint up")
+                raise RuntimeError(f"process {elsewhere[0]} {GIVEN_UP}")
             if time.monotonic() > limit:
                 raise TimeoutError(f"process {missing[0]} has not written its part within {timeout_ms / 1000:.0f} s")
             time.sleep(pause)

@@ -13,6 +13,7 @@ from typing import Any
 
 from envace_jax.errors import CheckpointError
 from envace_jax.train.checkpoint import Checkpoints
+from envace_jax.train.gate import GIVEN_UP
 from envace_jax.train.partner import Partner
 from envace_jax.train.processes import Processes
 from envace_jax.train.state import TrainState
@@ -82,9 +83,10 @@ class Saving:
             return None
 
         failures = self._processes.each(what, attempt)
-        reason = next((f"process {i}: {text}" for i, text in enumerate(failures) if text is not None), None)
-        if reason is None:
+        reasons = [f"process {i}: {text}" for i, text in enumerate(failures) if text is not None]
+        if not reasons:
             return True
+        reason = min(reasons, key=lambda text: GIVEN_UP in text)  # rather the cause than who was told of it
         self._failed += 1
         self._checkpoints.give_up()
         if self._partner is not None:

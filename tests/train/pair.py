@@ -6,6 +6,7 @@ written to ROOT/PROCESS.json; a test reads it.
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -101,9 +102,20 @@ def main(process, port, policy, root):
             raise RuntimeError("the second process breaks")
         return episodes(model, tasks, step)
 
+    def full(model, tasks, step):
+        if step >= 1 and index == 1:  # checkpoint 1 is whole; of the next ones this process cannot write its part
+            while not (root / "full" / "checkpoints" / "1").is_dir():
+                time.sleep(0.05)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, no_limit))
+        return episodes(model, tasks, step)
+
     attempt("straight", make_config(policy, root / "straight"))
     attempt("stopped", make_config(policy, root / "stopped"), stopped)
     attempt("resumed", make_config(policy, root / "stopped"))
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    often = {"train": {"save_every": 1}, "faults": {"saves_behind": 2}, "evaluation": {"every": 0}}
+    attempt("full", make_config(policy, root / "full", **often), full)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (no_limit, no_limit))
     attempt("broken", make_config(policy, root / "broken"), broken)
     attempt("seeds", make_config(policy, root / "seeds", seed=index))
     attempt("taken", make_config(policy, root))  # its own results lie there
