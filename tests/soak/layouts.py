@@ -50,7 +50,7 @@ def worker(index: int, count: int, port: int, directory: Path) -> None:
     from envace_jax.train.start import connect
 
     if count > 1:
-        connect(f"127.0.0.1:{port}", count, index, faults=FaultsConfig(start_s=60.0, heartbeat_s=60.0))
+        connect(f"127.0.0.1:{port}", count, index, faults=FaultsConfig(start_s=120.0, heartbeat_s=120.0))
     train.run(configuration(directory, f"steps_{count}", STEPS))
 
     def copy() -> None:
