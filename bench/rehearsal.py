@@ -4,16 +4,16 @@
 
 The actor is always TRAINED; plans are made by it, or by the base model. Plans, rehearsals and real turns are drawn at
 one temperature. One JSON line for each row, appended as it is measured, so that a run that was stopped goes on where it
-was; `--share 1/2` and `--share 2/2` measure half of the rows each, for two processes on cores of their own. `--table`
-prints the file as Markdown instead.
+was; with `--by trained` and `--by base` two processes, each on a core of its own, share the rows. `--table` prints the
+file as Markdown instead. Seconds are of processor time, all threads together, after a warm-up that compiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from envace_jax.tasks.mini import mini_tasks
 from envace_jax.train import load_model, tokenizer_directory
 
 MEMORY_TOKENS = 400
+WARM_UP = 64  # tasks
 
 
 def rows(
@@ -49,9 +50,9 @@ def rows(
             yield who, dataclasses.replace(common, plans=plans)
         for plans in several:
             yield who, dataclasses.replace(common, plans=plans, mode="sequential")
+    yield "trained", dataclasses.replace(common, plans=max(counts), memory_tokens=None)
     for plans in several:
         yield "trained", dataclasses.replace(common, plans=plans, memory="vote")
-    yield "trained", dataclasses.replace(common, plans=max(counts), memory_tokens=None)
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=1.0, help="of all that is sampled")
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--share", default="1/1", metavar="I/N", help="every Nth row, from the Ith on")
+    parser.add_argument("--by", choices=("trained", "base"), help="only rows whose plans this one makes")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     parser.add_argument("--table", action="store_true", help="print what --out holds as Markdown")
     given = parser.parse_args()
@@ -80,14 +81,22 @@ def main() -> None:
 
     own, base = policy(given.trained), policy(given.base) if given.base else None
     done = [(row["who"], row["settings"]) for row in read(given.out)]
-    first, of = map(int, given.share.split("/"))
-    wanted = rows(given.plans, base is not None, given.temperature, given.top_p)
-    for who, settings in itertools.islice(wanted, first - 1, None, of):
+    wanted = list(rows(given.plans, base is not None, given.temperature, given.top_p))
+    warm: set[str] = set()
+    for who, settings in wanted:
+        if given.by not in (None, "trained" if who == "nobody" else who):
+            continue
         if (who, dataclasses.asdict(settings)) in done:
             continue
         planner = base if who == "base" else own
         policies = {ACTOR: own, PLANNER: planner, REHEARSER: planner}
-        measures, _ = evaluate_rehearsal(policies, tasks, settings, max(1, SLOTS // (1 + settings.plans)))
+        at_once = max(1, SLOTS // (1 + settings.plans))
+        if who not in warm:
+            evaluate_rehearsal(policies, tasks[:WARM_UP], settings, at_once)
+            warm.add(who)
+        began = time.process_time()
+        measures, _ = evaluate_rehearsal(policies, tasks, settings, at_once)
+        spent = (time.process_time() - began) / len(tasks)
         row = {
             "who": who,
             "settings": dataclasses.asdict(settings),
@@ -96,6 +105,7 @@ def main() -> None:
             "trained": given.trained,
             "base": given.base,
             "device": jax.devices()[0].device_kind,
+            "cpu_seconds": spent,
             "measures": {name: dataclasses.asdict(measure) for name, measure in measures.items()},
         }
         with given.out.open("a") as file:
@@ -129,7 +139,7 @@ def line(row: dict[str, Any]) -> str:
         f"{100 * m['departures']['value']:.1f} %" if m["departures"]["count"] else "",
         f"{m['plan_tokens']['value']:.0f}",
         f"{m['act_tokens']['value']:.0f}",
-        f"{m['seconds']['value']:.2f}",
+        f"{row['cpu_seconds']:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
 

@@ -245,11 +245,16 @@ def mini(
 
 
 def _make_engine(
-    model: Qwen3, chat: ChatTokenizer, tasks: Sequence[Task], settings: RolloutConfig, *, compact: bool = False
+    model: Qwen3,
+    chat: ChatTokenizer,
+    tasks: Sequence[Task],
+    settings: RolloutConfig,
+    *,
+    coarse: bool | None = None,
 ) -> Engine:
     """An engine whose prefill takes any of the prompts in one piece, with little padding, where the model lies.
 
-    Without `compact` it compiles few programs: a short evaluation is over before many would pay.
+    It compiles few programs, fewer still with `coarse`: a short evaluation is over before many would pay.
     """
     rules = make_rules(chat, settings)
     longest = max((len(rules.prompt(task)) for task in tasks), default=1)
@@ -261,7 +266,8 @@ def _make_engine(
         vocab_size=chat.vocab_size,
         prefill_chunk=min(-(-longest // 32) * 32, 512),
         min_window=512,
-        compact=compact,
+        compact=False,
+        coarse=coarse,
         compile_ahead=settings.compile_ahead,
         mesh=where.mesh if isinstance(where, NamedSharding) else None,
     )

@@ -35,6 +35,8 @@ from envace_jax.rehearse import (
 from envace_jax.tasks import Task
 from envace_jax.tasks.mini import Shop, mini_tasks
 
+MANY = 200  # tasks
+
 
 def evaluate_rehearsal(
     policies: Mapping[str, Policy],
@@ -139,6 +141,8 @@ def rehearsal(
 
 def local_policy(model: Any, chat: ChatTokenizer, tasks: Sequence[Task], max_length: int, seed: int) -> LocalPolicy:
     """A model of this process as a policy, with an engine for `tasks` and without thinking."""
-    engine = _make_engine(model, chat, tasks, dataclasses.replace(MINI, max_length=max_length), compact=True)
+    settings = dataclasses.replace(MINI, max_length=max_length)
+    # Streams grow by a few tokens again and again: over many tasks, programs for small pieces are worth compiling.
+    engine = _make_engine(model, chat, tasks, settings, coarse=False if len(tasks) >= MANY else None)
     budgets = {"turn_tokens": MINI.turn_tokens, "response_tokens": MINI.response_tokens}
     return LocalPolicy(engine, model, chat, seed=seed, thinking=False, **budgets)

@@ -56,6 +56,7 @@ class Engine:
         compact: decode few active slots as a small batch. Costs the memory of a quarter of the cache (where layers
             are taken apart of half), and two to four times the programs; not on a mesh that spreads slots.
         compile_ahead: compile all programs of a kind when the first of it is needed, so that no later call has to.
+        coarse: few programs, much padding. None: on a CPU, for models so small that padding costs less than a program.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine:
         min_window: int = 256,
         compact: bool = True,
         compile_ahead: bool = False,
+        coarse: bool | None = None,
     ):
         if slots < 1 or max_length < 2:
             raise ValueError(f"an engine needs slots >= 1 and max_length >= 2, found slots={slots}, {max_length=}")
@@ -93,7 +95,8 @@ class Engine:
         # Rows that live on several devices are appended to where they are, all at once.
         axes = None if self.mesh is None else batch_axes(self.mesh, slots)
         self.whole = axes is not None and np.prod([self.mesh.shape[axis] for axis in axes]) > 1
-        coarse = self._layered and weights_per_token(config) <= FEW_WEIGHTS
+        if coarse is None:
+            coarse = self._layered and weights_per_token(config) <= FEW_WEIGHTS
         chunk, factor = min(prefill_chunk, max_length), 4 if coarse else 2
         sizes = ladder(64, chunk, halves=False, factor=8) if coarse else ladder(16, chunk)
         first = max(min_window, max_length // 2) if coarse else min_window
