@@ -71,6 +71,17 @@ def test_a_sample_does_not_depend_on_its_neighbours_slot_or_chunking(engine, mod
         same(a, b)
 
 
+def test_fine_shapes_sample_what_coarse_ones_do(engine, model):
+    fine = Engine(
+        CONFIG, slots=4, max_length=160, vocab_size=VOCAB, decode_chunk=8, prefill_chunk=32, min_window=64, coarse=False
+    )
+    assert len(set(fine.shapes.appending())) > len(set(engine.shapes.appending()))
+    prompts = [prompt(n, seed=n) for n in (9, 40, 3, 70)]
+    ours, theirs = (e.generate(model, prompts, RANDOM) for e in (fine, engine))
+    for a, b in zip(ours, theirs, strict=True):
+        same(a, b)
+
+
 def test_the_prompts_index_and_the_seed_decide_the_draw(engine, model):
     p = prompt(8)
     first, second = engine.generate(model, [p, p], RANDOM)
