@@ -27,6 +27,7 @@ from together import free_port, show, start, wait_for_all  # noqa: E402
 COUNTS = (4, 2, 1)
 DEVICES = 8
 RATE, STEPS, MORE = 1e-3, 3, 5
+TASKS = [f"task {number}" for number in range(2 * MORE)]  # two a step: once through
 
 
 def configuration(directory: Path, name: str, steps: int):
@@ -89,8 +90,8 @@ def compare(directory: Path) -> dict[str, list[str]]:
                     found.append(f"step {step}: gradients {gradient:.1e} apart")
                 if not apart < RATE / 10:
                     found.append(f"step {step}: parameters {apart:.1e} apart")
-    tasks = [{row[2] for row in dumped(directory / "on_4", step)} for step in range(1, MORE + 1)]
-    print("tasks of each step:", [sorted(found) for found in tasks])
+    drawn = [name for step in range(1, MORE + 1) for name in {row[2] for row in dumped(directory / "on_4", step)}]
+    problems["each task once"] = [] if sorted(drawn) == TASKS else [f"drawn were {drawn}"]
     files = [(directory / f"hf_{count}" / "model.safetensors").read_bytes() for count in (4, 1)]
     problems["the export of four and of one"] = [] if files[0] == files[1] else ["other bytes"]
     return problems
@@ -101,7 +102,7 @@ def main(directory: Path, cache: Path) -> bool:
 
     began = time.monotonic()
     directory.mkdir(parents=True)
-    tasks = write_tasks(directory / "scripted.jsonl")
+    tasks = write_tasks(directory / "scripted.jsonl", TASKS)
     save_scripted(directory / "chain", "inline", tasks, heads=2).rename(directory / "policy")
     for count in COUNTS:
         port = free_port()

@@ -79,12 +79,12 @@ EVERY_TERM: dict[str, Any] = {
 }
 
 
-def write_tasks(path: Path) -> Path:
-    """Two tasks of two user turns, with rules and an executable environment."""
+def write_tasks(path: Path, names: Iterable[str] = ("one", "two")) -> Path:
+    """Tasks of two user turns, with rules and an executable environment; all alike but for their names."""
     items = [{"id": "a", "question": "?", "focus_on": "assistant.content", "pass_condition": "p", "weight": 1.0}]
     items[0]["rule"] = {"kind": "reply_states", "statements": ["Done 0"]}
     task = make_task(2, [items, items])
-    records = [dataclasses.replace(task, id=name).to_json() for name in ("one", "two")]
+    records = [dataclasses.replace(task, id=name).to_json() for name in names]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
