@@ -4,10 +4,11 @@
     python bench/batch_mix.py 16 64 64 --requests 128
     python bench/batch_mix.py --peers               transformers' `generate` beside ours, a batch of 16 after the other
 
-The lengths have a fixed seed, the longest about four times the mean. Ours refills a slot when its request has ended;
-`waiting` is the same engine, given 16 requests at a time. Both sample the same tokens. transformers, which cannot
-refill either, runs each batch to its longest request; only what was asked for is counted. One JSON line: `ratio` is
-their time over ours, `bound_tok_s` what products alone would allow (see `sampling`). The aim is 1.8 times `waiting`.
+The lengths have a fixed seed, the longest about four times the mean, and are the requests' budgets. Ours begins with
+the largest budgets and refills a slot when its request has ended; `waiting` is the same engine, given 16 requests at a
+time. Both sample the same tokens. transformers, which cannot refill either, runs each batch to its longest; only
+what was asked for is counted. One JSON line: `ratio` is their time over ours, `bound_tok_s` what products alone would
+allow (see `sampling`). The aim is 1.8 times `waiting`.
 """
 
 from __future__ import annotations

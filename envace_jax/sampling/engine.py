@@ -14,6 +14,7 @@ On a mesh every process makes the same calls with the same arguments and reads t
 """
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -256,7 +257,8 @@ class Engine:
         keys: Sequence[np.ndarray] | None = None,
         shared: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt int32[T]; more prompts than slots are fine.
+        """Continue every prompt int32[T]; more prompts than slots are fine. Those with the largest budgets begin first,
+        so that the longest need not go on alone.
 
         params: for all, or one for each. progress: called with the numbers of finished and of all prompts.
         keys: sequence keys uint32[2], one for each; by default prompt i has `sequence_key(seed, 0, i)`.
@@ -272,7 +274,8 @@ class Engine:
         if keys is None:
             keys = default_keys([p.seed for p in params])
         results: list[Completion | None] = [None] * len(prompts)
-        waiting = deque(range(len(prompts)))
+        budgets = [math.inf if p.max_new_tokens is None else p.max_new_tokens for p in params]
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: -budgets[i]))
         work: dict[int, Stream] = {}
         owner: dict[int, int] = {}
         state = self.start() if prompts else None
