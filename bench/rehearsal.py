@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from envace_jax.chat import ChatTokenizer
-from envace_jax.evaluate.mini import SLOTS
-from envace_jax.evaluate.rehearsing import evaluate_rehearsal, local_policy
+from envace_jax.evaluate.rehearsing import evaluate_rehearsal, local_policy, side_by_side
 from envace_jax.rehearse import ACTOR, PLANNER, REHEARSER, RehearseSettings
 from envace_jax.tasks.mini import mini_tasks
 from envace_jax.train import load_model, tokenizer_directory
@@ -90,7 +89,7 @@ def main() -> None:
             continue
         planner = base if who == "base" else own
         policies = {ACTOR: own, PLANNER: planner, REHEARSER: planner}
-        at_once = max(1, SLOTS // (1 + settings.plans))
+        at_once = side_by_side(settings)
         if who not in warm:
             evaluate_rehearsal(policies, tasks[:WARM_UP], settings, at_once)
             warm.add(who)

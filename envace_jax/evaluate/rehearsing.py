@@ -117,14 +117,12 @@ def rehearsal(
         load_model(model), ChatTokenizer.from_pretrained(tokenizer_directory(model)), chosen, max_length, seed
     )
     policies = dict.fromkeys((ACTOR, PLANNER, REHEARSER), own)
-    # As many as keep all their plans' streams, and the actor's, in the engine's slots.
-    at_once = max(1, SLOTS // (1 + settings.plans))
     if base is not None:
         chat = ChatTokenizer.from_pretrained(tokenizer_directory(base))
         other = local_policy(load_model(base), chat, chosen, max_length, seed)
         policies |= {REHEARSER: other} | ({PLANNER: other} if base_plays == PLANNER else {})
     with progress_bar("tasks") as progress:
-        measures, courses = evaluate_rehearsal(policies, chosen, settings, at_once, progress)
+        measures, courses = evaluate_rehearsal(policies, chosen, settings, side_by_side(settings), progress)
     if decisions is not None:
         Path(decisions).write_text("", encoding="utf-8")
         for course in courses:
@@ -137,6 +135,12 @@ def rehearsal(
     result = Result("rehearse", setting, measures, {"do_nothing": {"success": floor}})
     report(result, as_json=as_json, out=out)
     return result
+
+
+def side_by_side(settings: RehearseSettings) -> int:
+    """Of how many tasks at once an engine's slots hold the streams that go on: the actor's, and those of the plans that
+    are being made."""
+    return max(1, SLOTS // (1 + (settings.plans if settings.mode == "parallel" else 1)))
 
 
 def local_policy(model: Any, chat: ChatTokenizer, tasks: Sequence[Task], max_length: int, seed: int) -> LocalPolicy:
