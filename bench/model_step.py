@@ -4,9 +4,10 @@
     python bench/model_step.py --peers DIR --python hf=HF_VENV/bin/python --python tunix=TUNIX_VENV/bin/python
 
 A step is forward and backward of the clipped surrogate over the completions, gradient clipping, and AdamW, in float32
-on a CPU; compilation is left out. Each run times three steps of ours, the rate of a matrix product of the step's own
-size, and, with `--peers`, the scripts `peer_hf_train.py` and `peer_tunix_train.py` of that folder, each with its own
-Python. Medians over the runs are compared. The peers' environments are made by
+on a CPU; elementwise results are computed again (`train.remat=dots`), and compilation is left out. Each run times three
+steps of ours, the rate of a matrix product of the step's own size, and, with `--peers`, the scripts `peer_hf_train.py`
+and `peer_tunix_train.py` of that folder, each with its own Python. Medians over the runs are compared. The peers'
+environments are made by
 
     python -m venv tunix && tunix/bin/pip install google-tunix
     python -m venv hf && hf/bin/pip install torch==2.13.0 transformers
@@ -51,7 +52,7 @@ class Ours:
 
     def __init__(self, rows: int, prompt: int, new: int):
         self.tokens = rows * (prompt + new)
-        graphdef, params = nnx.split(Qwen3(CONFIG, rngs=nnx.Rngs(0)))
+        graphdef, params = nnx.split(Qwen3(CONFIG, rngs=nnx.Rngs(0), remat="dots"))
         optimizer = make_optimizer(TrainConfig(learning_rate=1e-6))
         self.state = create_state(params, optimizer)
         self.update = make_update(graphdef, optimizer, GRPOConfig(), entropy=False)
