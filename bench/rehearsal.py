@@ -47,11 +47,12 @@ def rows(
     for who in ("trained", "base") if with_base else ("trained",):
         for plans in counts:
             yield who, dataclasses.replace(common, plans=plans)
+        if who == "trained":
+            for plans in reversed(several):
+                yield who, dataclasses.replace(common, plans=plans, memory="vote")
         for plans in several:
             yield who, dataclasses.replace(common, plans=plans, mode="sequential")
     yield "trained", dataclasses.replace(common, plans=max(counts), memory_tokens=None)
-    for plans in several:
-        yield "trained", dataclasses.replace(common, plans=plans, memory="vote")
 
 
 def main() -> None:
@@ -117,7 +118,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(measured: list[dict[str, Any]]) -> str:
-    head = "| plans by | mode | N | success | departures | tokens in plans | tokens in acting | seconds |"
+    head = "| plans by | mode | N | success | departures | tokens in plans | tokens in acting | CPU seconds |"
     return "\n".join([head, "|---" * 8 + "|", *map(line, measured)])
 
 
