@@ -48,12 +48,11 @@ def rows(
         for plans in counts:
             yield who, dataclasses.replace(common, plans=plans)
         if who == "trained":
-            yield who, dataclasses.replace(common, plans=max(counts), memory="vote")
+            for plans in several:
+                yield who, dataclasses.replace(common, plans=plans, memory="vote")
+            yield who, dataclasses.replace(common, plans=max(counts), memory_tokens=None)
         for plans in several:
             yield who, dataclasses.replace(common, plans=plans, mode="sequential")
-    yield "trained", dataclasses.replace(common, plans=max(counts), memory_tokens=None)
-    for plans in several[:-1]:
-        yield "trained", dataclasses.replace(common, plans=plans, memory="vote")
 
 
 def main() -> None:
