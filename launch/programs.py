@@ -290,7 +290,7 @@ def _lower_prefill(plan: Plan) -> jax.stages.Lowered:
     rows = engine.slots if engine.whole else min(engine.slots, max(1, engine.shapes.pieces.most_tokens // size))
     return engine._append.lower(
         graph=plan.graphdef,
-        params=plan.params,
+        params=(plan.params, None),
         state=_slots(plan, engine),
         tokens=plan.array((rows, size)),
         rows=None if engine.whole else plan.array((rows,)),
@@ -307,7 +307,7 @@ def _lower_decode(plan: Plan) -> jax.stages.Lowered:
     sampling = SlotSampling(real, real, vector, plan.array((engine.slots, 8)))
     common = {
         "graph": plan.graphdef,
-        "params": plan.params,
+        "params": (plan.params, None),
         "rows": None,
         "sampling": sampling,
         "steps": plan.array(()),

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.qwen3 import Qwen3, Qwen3Config
+from models.qwen3 import Layers, Qwen3, Qwen3Config, TakenApart, Unrolled
 from models.qwen3.sharding import batch_axes
 
 from . import slots as device
@@ -36,6 +36,7 @@ from .slots import Sampled, Slots
 from .streams import Stream
 
 MOST_LAYERS_APART = 8
+Params = tuple[nnx.State, Layers | None]  # and the layers once more, taken apart
 FEW_WEIGHTS = 4_000_000  # that a token meets: so little arithmetic that padding costs less than a program
 
 
@@ -114,6 +115,7 @@ class Engine:
             halves=self._layered,
         )
         self.compile_ahead = compile_ahead
+        self._take_apart = TakenApart()
         self.compilations = 0  # programs traced so far
         self._ahead: set[str] = set()  # kinds of programs that have been compiled ahead
 
@@ -144,7 +146,7 @@ class Engine:
         return device.pin(state, self.mesh)
 
     def _append_body(self, graph, params, state, tokens, rows, starts, counts, window):
-        model = nnx.merge(graph, params)
+        model = self.merge(graph, params)
         return self.pin(device.append(model, state, tokens, rows, starts, counts, window))
 
     def _fork_body(self, state, sources, rows, keys, window):
@@ -155,7 +157,7 @@ class Engine:
 
     def _decode_body(self, graph, params, state, rows, sampling, budgets, min_tokens, steps, enough, window):
         part, out = device.decode(
-            nnx.merge(graph, params),
+            self.merge(graph, params),
             device.take(state, rows, window),
             sampling,
             budgets,
@@ -329,9 +331,17 @@ class Engine:
 
     # How it is done.
 
-    def split(self, model: Qwen3) -> tuple[nnx.GraphDef, nnx.State]:
+    def split(self, model: Qwen3) -> tuple[nnx.GraphDef, Params]:
         """The model as jitted functions take it: static structure, traced parameters."""
-        return nnx.split(model)
+        graph, params = nnx.split(model)
+        apart = self._layered and isinstance(model, Qwen3)
+        return graph, (params, self._take_apart(model) if apart else None)
+
+    def merge(self, graph: nnx.GraphDef, params: Params) -> Qwen3 | Unrolled:
+        """What `split` took apart, inside a jitted function."""
+        params, layers = params
+        model = nnx.merge(graph, params)
+        return model if layers is None else Unrolled(model, layers)
 
     def window(self, length: int, rows: np.ndarray | None = None) -> int:
         """The smallest window that a decoding loop over such rows has for `length` tokens."""

@@ -26,7 +26,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from models.qwen3 import Qwen3
 
@@ -284,9 +283,9 @@ class FusedLoop:
     def _run_body(
         self, graph, params, state, rows, sampling, steps, enough, window, second_graph=None, second_params=None
     ):
-        models = [nnx.merge(graph, params)]
+        models = [self.engine.merge(graph, params)]
         if second_graph is not None:
-            models.append(nnx.merge(second_graph, second_params))
+            models.append(self.engine.merge(second_graph, second_params))
         whole = [state.slots, state.second][: len(models)]
         rest = dataclasses.replace(state, slots=None, second=None)
         part = rest if rows is None else jax.tree.map(lambda x: x[rows], rest)
@@ -301,7 +300,6 @@ class FusedLoop:
     def _loop(self, models, streams, state, sampling, steps, enough, window):
         """models, streams: the policy's, and the rehearser's where it has its own; `state` without any."""
         engine, grammar = self.engine, self.grammar
-        models = [device.for_decoding(model, slots) for model, slots in zip(models, streams, strict=True)]
         forced_tokens, forced_lengths = jnp.asarray(self._forced), jnp.asarray(self._forced_lengths)
         status_after = jnp.asarray(_STATUS_AFTER)
         began = jnp.sum(state.status == Status.RUNNING)

@@ -97,7 +97,7 @@ def everywhere(values, mesh: Mesh | None):
 
 
 def append(
-    model: Qwen3,
+    model: Qwen3 | Unrolled,
     state: Slots,
     tokens: jax.Array,
     rows: jax.Array | None,
@@ -124,8 +124,8 @@ def append(
             hidden=jnp.where(written[:, None], last, state.hidden),
             lengths=jnp.where(written, starts + counts, state.lengths),
         )
-    if isinstance(unrolled := for_decoding(model, state), Unrolled):
-        hidden, cache = unrolled(tokens, positions, cache=state.cache, window=window, rows=rows)
+    if isinstance(model, Unrolled):
+        hidden, cache = model(tokens, positions, cache=state.cache, window=window, rows=rows)
     else:
         # The cost is that of R rows, not of all slots.
         hidden, part = model(tokens, positions, cache=CacheRows(state.cache, rows), window=window)
@@ -188,11 +188,6 @@ def put(state: Slots, part: Slots, rows: jax.Array | None) -> Slots:
     )
 
 
-def for_decoding(model: Qwen3, state: Slots) -> Qwen3 | Unrolled:
-    """The model as a decoding loop over `state` calls it; to be had before the loop."""
-    return Unrolled(model) if isinstance(state.cache, LayeredCache) and isinstance(model, Qwen3) else model
-
-
 def draw(
     logits: jax.Array, state: Slots, sampling: SlotSampling, hold: jax.Array, vocab_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -213,7 +208,7 @@ def push(model: Qwen3 | Unrolled, state: Slots, tokens: jax.Array, rows: jax.Arr
 
 
 def decode(
-    model: Qwen3,
+    model: Qwen3 | Unrolled,
     state: Slots,
     sampling: SlotSampling,
     budgets: jax.Array,
@@ -231,7 +226,6 @@ def decode(
     The loop ends after `steps` (at most the static `width`) or when `enough` slots have finished, so that the host
     can refill them. min_tokens: int32[slots], tokens before the first allowed stop id.
     """
-    model = for_decoding(model, state)
     out = Sampled(
         tokens=jnp.zeros((state.count, width), jnp.int32),
         logps=jnp.zeros((state.count, width), jnp.float32),

@@ -2,7 +2,7 @@
 
 from models.qwen3.cache import CacheRows, KVCache, init_cache
 from models.qwen3.config import Qwen3Config, RopeScaling
-from models.qwen3.layered import LayeredCache, Unrolled
+from models.qwen3.layered import LayeredCache, Layers, TakenApart, Unrolled
 from models.qwen3.modeling import Qwen3
 from models.qwen3.saving import save_hf
 from models.qwen3.verify import compare_logits, verify_hf
@@ -13,8 +13,10 @@ __all__ = [
     "CacheRows",
     "KVCache",
     "LayeredCache",
+    "Layers",
     "Qwen3",
     "Qwen3Config",
+    "TakenApart",
     "Unrolled",
     "RopeScaling",
     "compare_logits",

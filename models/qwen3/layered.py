@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
 
 import jax
@@ -24,6 +25,7 @@ from models.qwen3.config import Qwen3Config
 from models.qwen3.modeling import Qwen3, rms_norm
 
 Blocks = tuple[jax.Array, ...]  # of one layer: keys [B, Hkv, Dh, s] or values [B, Hkv, s, Dh]
+Layers = tuple[dict[str, jax.Array], ...]  # of each layer, its parameters by name
 _K, _V = 3, 2  # the axis of slots
 _SCORES = 2**25  # of one row that are held at a time: 128 MB
 # So few to a key head are multiplied and summed in one loop that runs along the keys, faster than a matrix product with
@@ -108,17 +110,41 @@ def _is_blocks(x: object) -> bool:
     return isinstance(x, tuple) and isinstance(x[0], jax.Array)
 
 
-class Unrolled:
-    """`model` over a `LayeredCache`.
+@jax.jit
+def _unstacked(stacks: dict[str, jax.Array]) -> Layers:
+    count = len(next(iter(stacks.values())))
+    return tuple({name: stack[i] for name, stack in stacks.items()} for i in range(count))
 
-    Made inside a jitted function before a loop, it takes the layers' matrices apart once, not at every token.
+
+class TakenApart:
+    """Takes the layers of models apart, once for all calls with the same parameters.
+
+    The copies of the last two models are kept, an actor's and a rehearser's, for as long as their stacks live.
     """
 
-    def __init__(self, model: Qwen3):
-        self._model = model
-        arrays = model.layers.arrays()
-        count = model.config.num_hidden_layers
-        self._layers = [{name: stacked[i] for name, stacked in arrays.items()} for i in range(count)]
+    def __init__(self):
+        self._kept: list[tuple[list[weakref.ref], Layers]] = []
+
+    def __call__(self, model: Qwen3) -> Layers:
+        stacks = model.layers.arrays()
+        self._kept = [kept for kept in self._kept if all(_alive(stack()) for stack in kept[0])]
+        for refs, layers in self._kept:
+            if all(ref() is stack for ref, stack in zip(refs, stacks.values(), strict=True)):
+                return layers
+        layers = _unstacked(stacks)
+        self._kept = [*self._kept[-1:], ([weakref.ref(stack) for stack in stacks.values()], layers)]
+        return layers
+
+
+def _alive(array: jax.Array | None) -> bool:
+    return array is not None and not array.is_deleted()
+
+
+class Unrolled:
+    """`model` over a `LayeredCache`, with `layers` in place of its stacks, from `TakenApart`."""
+
+    def __init__(self, model: Qwen3, layers: Layers):
+        self._model, self._layers = model, layers
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.qwen3 import LayeredCache, Qwen3, Qwen3Config, Unrolled, init_cache
+from models.qwen3 import LayeredCache, Qwen3, Qwen3Config, TakenApart, Unrolled, init_cache
 
 CONFIG = dataclasses.replace(
     Qwen3Config.preset("qwen3-0.6b"),
@@ -29,7 +29,7 @@ def whole(layers):
 def test_tokens_one_by_one_give_the_hidden_states_of_stacked_layers():
     model = Qwen3(CONFIG, rngs=nnx.Rngs(1))
     stacked, layered = init_cache(CONFIG, 3, 12, jnp.float32), LayeredCache.empty(CONFIG, 3, [4, 8, 12], jnp.float32)
-    unrolled = Unrolled(model)
+    unrolled = Unrolled(model, TakenApart()(model))
     tokens = np.random.default_rng(0).integers(0, 40, (6, 3, 1)).astype(np.int32)
     for step, now in enumerate(tokens):
         # The last row stands still: its position lies outside, and nothing of it is stored.
@@ -44,9 +44,22 @@ def test_tokens_one_by_one_give_the_hidden_states_of_stacked_layers():
     np.testing.assert_allclose(unrolled.logits(got), model.logits(got))
 
 
+def test_layers_are_taken_apart_once_for_the_same_parameters():
+    model, other = (Qwen3(CONFIG, rngs=nnx.Rngs(seed)) for seed in (1, 2))
+    take_apart = TakenApart()
+    first, second = take_apart(model), take_apart(other)
+    assert take_apart(model) is first and take_apart(other) is second
+    np.testing.assert_array_equal(first[1]["q_proj"], model.layers.q_proj[...][1])
+    # An update replaces some of the arrays, or all.
+    model.layers.q_proj[...] = 2 * model.layers.q_proj[...]
+    updated = take_apart(model)
+    np.testing.assert_array_equal(updated[1]["q_proj"], 2 * first[1]["q_proj"])
+    assert take_apart(model) is updated and take_apart(other) is second
+
+
 def test_tokens_of_some_rows_see_what_these_rows_hold_and_leave_the_others_alone():
     model = Qwen3(CONFIG, rngs=nnx.Rngs(1))
-    unrolled, cache = Unrolled(model), LayeredCache.empty(CONFIG, 4, [4, 12], jnp.float32)
+    unrolled, cache = Unrolled(model, TakenApart()(model)), LayeredCache.empty(CONFIG, 4, [4, 12], jnp.float32)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
     expected, _ = model(tokens)
     # Rows 3 and 1, first two tokens, then seven across the end of a block; the third row is nobody's.

@@ -174,6 +174,22 @@ def test_prompts_that_begin_alike_are_sampled_as_if_each_were_alone(engine, mode
     assert [sorted(tokens.values()) for tokens in forwarded] == [[30], [4, 9, 14], [12]]
 
 
+def test_the_largest_budgets_begin_first(engine, model, monkeypatch):
+    begun = []
+    prefill = Engine.prefill_groups
+
+    def record(self, model, state, prompts, keys, shared=None):
+        begun.append(sorted(len(prompt) for prompt in prompts.values()))
+        return prefill(self, model, state, prompts, keys, shared)
+
+    monkeypatch.setattr(Engine, "prefill_groups", record)
+    budgets = (3, 20, 5, 8, 7, 30)
+    params = [SamplingParams(max_new_tokens=n, seed=1) for n in budgets]
+    out = engine.generate(model, [prompt(n) for n in budgets], params)
+    assert [len(completion.tokens) for completion in out] == list(budgets)  # in the order given
+    assert begun[0] == [7, 8, 20, 30] and sum(begun[1:], []) == [5, 3]
+
+
 def test_a_slot_restarts_without_a_trace_of_what_it_held(engine, model):
     state = engine.prefill(model, engine.start(), {0: prompt(90)}, {0: sequence_key(0, 0, 0)})
     state = engine.prefill(model, state, {0: prompt(7)}, {0: sequence_key(0, 0, 0)})
