@@ -216,8 +216,11 @@ def _attend_piece(q: jax.Array, k: Blocks, v: Blocks, positions: jax.Array) -> j
     kv_heads = k[0].shape[1]
     # All queries of a key head as rows of one matrix.
     q = q.reshape(rows, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
-    scores = jnp.concatenate([_scores(q, block) for block in k], axis=-1) / math.sqrt(head_dim)
-    seen = jnp.arange(scores.shape[-1]) <= jnp.tile(positions, heads // kv_heads)[:, None, :, None]
+    own = jnp.tile(positions, heads // kv_heads)[:, None, :, None]
+    starts = np.cumsum([0, *(block.shape[_K] for block in k)])
+    scores = [_scores(q, block, own >= start) for block, start in zip(k, starts, strict=False)]
+    scores = jnp.concatenate(scores, axis=-1) / math.sqrt(head_dim)
+    seen = jnp.arange(scores.shape[-1]) <= own
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     # Divided at the end, not as a softmax before the second product: half the time.
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -228,8 +231,14 @@ def _attend_piece(q: jax.Array, k: Blocks, v: Blocks, positions: jax.Array) -> j
     return out.reshape(rows, length, heads, head_dim)
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q [B, Hkv, Q, Dh], k [B, Hkv, Dh, s] -> [B, Hkv, Q, s]."""
+def _scores(q: jax.Array, k: jax.Array, reached: jax.Array) -> jax.Array:
+    """q [B, Hkv, Q, Dh], k [B, Hkv, Dh, s] -> [B, Hkv, Q, s]; of queries that have not `reached` the block, anything.
+
+    reached: bool[B, 1, Q, 1].
+    """
     if 1 < q.shape[2] <= _FEW_QUERIES:
+        # Blocks of one size would share the spread-out queries, and XLA would write them to memory for that (measured:
+        # a step took ten times as long).
+        q = jnp.where(reached, q, 0)
         return jnp.sum(q[..., None] * k[:, :, None], axis=3, dtype=jnp.float32)
     return jnp.einsum("bkqd,bkds->bkqs", q, k, preferred_element_type=jnp.float32)

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.qwen3 import LayeredCache, Qwen3, Qwen3Config, TakenApart, Unrolled, init_cache
+from models.qwen3 import LayeredCache, Qwen3, Qwen3Config, TakenApart, Unrolled, init_cache, layered
 
 CONFIG = dataclasses.replace(
     Qwen3Config.preset("qwen3-0.6b"),
@@ -28,20 +29,28 @@ def whole(layers):
 
 def test_tokens_one_by_one_give_the_hidden_states_of_stacked_layers():
     model = Qwen3(CONFIG, rngs=nnx.Rngs(1))
-    stacked, layered = init_cache(CONFIG, 3, 12, jnp.float32), LayeredCache.empty(CONFIG, 3, [4, 8, 12], jnp.float32)
+    stacked, apart = init_cache(CONFIG, 3, 12, jnp.float32), LayeredCache.empty(CONFIG, 3, [4, 8, 12], jnp.float32)
     unrolled = Unrolled(model, TakenApart()(model))
     tokens = np.random.default_rng(0).integers(0, 40, (6, 3, 1)).astype(np.int32)
     for step, now in enumerate(tokens):
         # The last row stands still: its position lies outside, and nothing of it is stored.
         positions = np.array([[step], [step], [12]], np.int32)
         expected, stacked = model(now, positions, cache=stacked)
-        got, layered = unrolled(now, positions, cache=layered, window=8)
+        got, apart = unrolled(now, positions, cache=apart, window=8)
         np.testing.assert_allclose(got[:2], expected[:2], atol=1e-5)
-    assert (
-        not whole(layered.k)[:, 2].any() and whole(layered.k)[:, :2, :6].all() and not whole(layered.v)[:, :, 6:].any()
-    )
-    assert (layered.batch, layered.max_length, layered.sizes) == (3, 12, (4, 4, 4))
+    assert not whole(apart.k)[:, 2].any() and whole(apart.k)[:, :2, :6].all() and not whole(apart.v)[:, :, 6:].any()
+    assert (apart.batch, apart.max_length, apart.sizes) == (3, 12, (4, 4, 4))
     np.testing.assert_allclose(unrolled.logits(got), model.logits(got))
+
+
+def test_blocks_of_one_size_do_not_share_queries_spread_out_in_memory():
+    rows, kv_heads, queries, head_dim, slots = 4, 2, 2, 64, 64
+    q = jnp.ones((rows, 1, kv_heads * queries, head_dim))
+    k = tuple(jnp.ones((rows, kv_heads, head_dim, slots)) for _ in range(3))
+    v = tuple(jnp.ones((rows, kv_heads, slots, head_dim)) for _ in range(3))
+    program = jax.jit(layered._attend).lower(q, k, v, jnp.full((rows, 1), 150)).compile()
+    spread_out = q.nbytes * slots
+    assert program.memory_analysis().temp_size_in_bytes < spread_out / 2
 
 
 def test_layers_are_taken_apart_once_for_the_same_parameters():
