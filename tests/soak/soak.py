@@ -9,7 +9,7 @@ are started again.
 At the end each step must have one line of metrics, and parameters and lines (but for times) must be equal to the bit.
 The exit status is 1 when they are not.
 
-Episodes are made up, so that it is the processes, agreements and checkpoints that are tried, not the policy.
+The run is `envace train configs/mini.yaml` with fewer and shorter episodes, sampled, judged and learned from as always.
 """
 
 from __future__ import annotations
@@ -26,40 +26,24 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train"), str(ROOT / "tests" / "soak")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "soak")]
 from compared import figures  # noqa: E402
 from together import free_port, machine, show, start, wait_for_all  # noqa: E402
 
-from tests.tiny import save_policy  # noqa: E402
-
-START_S, HEARTBEAT_S = 60.0, 15.0
-STEPS_A_KILL, SAVE_EVERY = 8, 3
-
-
-def worker(process: int, processes: int, port: int, policy: str, out: str, steps: int) -> None:
-    """One process of the run."""
-    from runs import episodes, make_config
-
-    from envace_jax.config import FaultsConfig
-    from envace_jax.train import run
-    from envace_jax.train.start import connect
-
-    faults = {"start_s": START_S, "heartbeat_s": HEARTBEAT_S}
-    connect(f"127.0.0.1:{port}", processes, process, faults=FaultsConfig(**faults))
-
-    def rollout(model, tasks, step):
-        time.sleep(0.2)  # or most moments would fall into updates
-        return episodes(model, tasks, step)
-
-    config = make_config(
-        policy,
-        out,
-        steps,
-        mesh={"data": -1, "fsdp": 1, "tp": 1},
-        faults=faults,
-        train={"micro_batch": 1, "save_every": SAVE_EVERY},
-    )
-    run(config, rollout=rollout)
+START_S, HEARTBEAT_S = 90.0, 15.0
+STEPS_A_KILL, SAVE_EVERY = 4, 3
+SMALLER = {
+    "rollout.tasks_per_step": 4,
+    "rollout.group_size": 4,
+    "rollout.slots": 2,
+    "rollout.max_turns": 4,
+    "rollout.compile_ahead": "false",
+    "train.micro_batch": 1,
+    "train.save_every": SAVE_EVERY,
+    "evaluation.every": 0,
+    "faults.start_s": START_S,
+    "faults.heartbeat_s": HEARTBEAT_S,
+}
 
 
 class Run:
@@ -72,10 +56,17 @@ class Run:
     def start(self) -> list:
         """All processes, each with one device."""
         self.attempts += 1
-        port, everyone = free_port(), range(self.settings.processes)
-        arguments = [port, self.settings.out / "policy", self.out, self.settings.steps]
-        commands = [[__file__, "worker", i, self.settings.processes, *arguments] for i in everyone]
-        return start(commands, [self.log(i) for i in everyone], self.settings.cache)
+        changed = SMALLER | {
+            "model": ROOT / "models/qwen3_mini",
+            "output_dir": self.out,
+            "train.steps": self.settings.steps,
+        }
+        command = ["-m", "envace_jax.cli", "train", ROOT / "configs/mini.yaml"]
+        command += [f"{key}={value}" for key, value in changed.items()]
+        command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", self.settings.processes]
+        everyone = range(self.settings.processes)
+        commands = [[*command, "--process", i] for i in everyone]
+        return start(commands, [self.log(i) for i in everyone], self.settings.cache, compiled="")
 
     def log(self, process: int) -> Path:
         return self.settings.out / f"{self.out.name}_{self.attempts}_{process}.log"
@@ -177,7 +168,6 @@ def soak(settings: argparse.Namespace) -> bool:
     rng = random.Random(settings.seed)
     settings.out.mkdir(parents=True)
     where = machine()
-    save_policy(settings.out / "policy")
     quiet, disturbed = Run(settings, "quiet"), Run(settings, "disturbed")
     ready_s, step_s = undisturbed(quiet)
     kills = []
@@ -228,8 +218,9 @@ def report(settings: argparse.Namespace, where: str, kills: list[dict], run: Run
             "# A run that is killed again and again",
             "",
             f"Written by `python tests/soak/soak.py {asked} --log docs/soak.md`:",
-            f"{settings.processes} processes of one CPU device each train a tiny policy for {settings.steps} steps of "
-            f"made-up episodes, with a checkpoint every {SAVE_EVERY} steps.",
+            f"{settings.processes} processes of one CPU device each run `envace train configs/mini.yaml` for "
+            f"{settings.steps} steps of {SMALLER['rollout.tasks_per_step']} tasks x {SMALLER['rollout.group_size']} "
+            f"episodes of at most {SMALLER['rollout.max_turns']} turns, with a checkpoint every {SAVE_EVERY} steps.",
             "One process gets SIGKILL at a random moment; the others must end by themselves; all are started again.",
             f"`faults.heartbeat_s` is {HEARTBEAT_S:g}, `faults.start_s` {START_S:g}.",
             "Status 75 is what asks a scheduler for a restart, 2 that not all processes came together; -6 is JAX's own "
@@ -252,10 +243,6 @@ def report(settings: argparse.Namespace, where: str, kills: list[dict], run: Run
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        numbers = [int(text) for text in sys.argv[2:5]]
-        worker(*numbers, sys.argv[5], sys.argv[6], int(sys.argv[7]))
-        sys.exit(0)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--kills", type=int, default=3)
@@ -263,12 +250,13 @@ if __name__ == "__main__":
         "--steps", type=int, help=f"of the run; default: {STEPS_A_KILL} for each kill, and as many more"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a run may take")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a run may take")
     parser.add_argument("--hold-ups", type=int, default=0, help="how often the machine may be suspended meanwhile")
     parser.add_argument("--out", type=Path, required=True, help="a new directory")
     parser.add_argument("--cache", type=Path, help="of compiled programs; default: in that directory")
     parser.add_argument("--log", type=Path, help="write what happened there, as a page")
     chosen = parser.parse_args()
+    chosen.out = chosen.out.absolute()
     chosen.cache = (chosen.cache or chosen.out / "xla").absolute()
     chosen.steps = chosen.steps or STEPS_A_KILL * (chosen.kills + 1)
     sys.exit(0 if soak(chosen) else 1)

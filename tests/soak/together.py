@@ -27,9 +27,11 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def start(commands: Sequence[Sequence[object]], logs: Sequence[Path], cache: Path, *, devices: int = 1) -> list:
+def start(
+    commands: Sequence[Sequence[object]], logs: Sequence[Path], cache: Path, *, devices: int = 1, compiled: str = QUICK
+) -> list:
     """A process for each command (arguments of Python), with `devices` CPU devices and a log of its own; `cache` keeps
-    what they compile."""
+    what they compile, by XLA's options `compiled`."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -38,7 +40,7 @@ def start(commands: Sequence[Sequence[object]], logs: Sequence[Path], cache: Pat
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {compiled}",
     }
     started = []
     for command, path in zip(commands, logs, strict=True):
