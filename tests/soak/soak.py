@@ -212,7 +212,7 @@ def report(settings: argparse.Namespace, where: str, kills: list[dict], run: Run
     held = []
     if run.ended_by_themselves:
         held = [f"Besides, all ended by themselves {run.ended_by_themselves} times, the machine being held up.", ""]
-    asked = f"--processes {settings.processes} --kills {settings.kills} --seed {settings.seed}"
+    asked = " ".join(f"--{name} {getattr(settings, name)}" for name in ("processes", "kills", "steps", "seed"))
     return "\n".join(
         [
             "# A run that is killed again and again",
