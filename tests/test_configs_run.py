@@ -1,9 +1,5 @@
 """Every configuration of the method and its baselines runs on the embedded world by overrides."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 from flax import nnx
 
@@ -13,6 +9,7 @@ from envace_jax.tasks.mini.vocabulary import PATTERN, texts
 from envace_jax.train import run
 from envace_jax.train.record import read_metrics
 from models.qwen3 import Qwen3, Qwen3Config, save_hf
+from tests.rewards.endpoint import Endpoint, says
 
 NAMES = ("qwen3_1p7b", "qwen3_8b", "grpo_external", "grpo_real", "split_roles", "act_only", "rehearse_only")
 MINI = """tasks.kind=mini tasks.path=null rollout.thinking=false rollout.tasks_per_step=1 rollout.group_size=2
@@ -37,28 +34,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def simulator():
     """The URL of a model that simulates tools."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            message = {"role": "assistant", "content": '<execution_result>{"ok": true}</execution_result>'}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            reply = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-            body = json.dumps(reply).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    endpoint = Endpoint(says('<execution_result>{"ok": true}</execution_result>'))
+    yield endpoint.url
+    endpoint.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

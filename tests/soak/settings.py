@@ -30,9 +30,9 @@ from together import free_port, show, start, wait_for_all  # noqa: E402
 COUNTS = (1, 2)
 RATE, STEPS = 1e-3, 2
 SLOW, SLOW_S = "of the slow host", 1.0  # its key at the judge, and how long that takes there
-# Each process packs rows of its own, and asks the judge what the others have asked too.
+# Each process packs rows of its own, and asks the judge what the others have asked too, over connections of its own.
 OF_THE_COUNT = [f"batch/{name}" for name in ("rows", "micro_batches", "pad_fraction")]
-OF_THE_COUNT += [f"judge/{name}" for name in ("requests", "cache_hits", "seconds")]
+OF_THE_COUNT += [f"judge/{name}" for name in ("requests", "retries", "cache_hits", "seconds")]
 
 
 def sections(directory: Path, judge: str) -> dict[str, dict[str, Any]]:
