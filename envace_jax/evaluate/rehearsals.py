@@ -24,8 +24,8 @@ from envace_jax.rollout import REHEARSE, Trajectory, encode_conversation
 from envace_jax.sampling import Engine, Grammar, SamplingParams
 from models.qwen3 import Qwen3
 
-ROWS = 32  # conversations in one forward pass
-BUCKET = 128  # lengths are padded to multiples of it
+ROWS, TOKENS = 32, 2**15  # in one forward pass: most conversations, and most tokens where it is more than one
+BUCKET = 128  # lengths are padded to multiples of it; positions whose logits are held at a time
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,15 @@ def _score(model: Qwen3, rows: Sequence[np.ndarray], vocab_size: int) -> list[tu
     """For each int32[T]: float32[T] log-probabilities (0 for the first), bool[T] whether a token is the likeliest."""
     graph, params = nnx.split(model)
     out: list[tuple[np.ndarray, np.ndarray]] = [None] * len(rows)  # type: ignore[list-item]
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    for first in range(0, len(order), ROWS):
-        chosen = order[first : first + ROWS]
-        width = -(-len(rows[chosen[0]]) // BUCKET) * BUCKET
-        tokens = np.zeros((ROWS, width), np.int32)
-        segments = np.zeros((ROWS, width), np.int32)
+    waiting = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    while waiting:
+        width = -(-len(rows[waiting[0]]) // BUCKET) * BUCKET
+        count = ROWS
+        while count > 1 and count * width > TOKENS:
+            count //= 2
+        chosen, waiting = waiting[:count], waiting[count:]
+        tokens = np.zeros((count, width), np.int32)
+        segments = np.zeros((count, width), np.int32)
         for r, i in enumerate(chosen):
             tokens[r, : len(rows[i])], segments[r, : len(rows[i])] = rows[i], 1
         logps, agrees = _forward(graph, params, tokens, segments, vocab_size)
@@ -172,12 +175,16 @@ def _forward(graph, params, tokens, segments, vocab_size):
     model = nnx.merge(graph, params)
     hidden, _ = model(tokens, segments=segments)
 
-    def row(x):  # one row's logits at a time
+    def some(x):  # a few positions' logits at a time
         states, ids = x
-        logits = model.logits(states[:-1])[..., :vocab_size]
-        taken = jnp.take_along_axis(logits, ids[1:, None], axis=-1)[:, 0]
-        logps = taken - jax.nn.logsumexp(logits, axis=-1)
-        agrees = jnp.argmax(logits, axis=-1) == ids[1:]
-        return jnp.pad(logps, (1, 0)), jnp.pad(agrees, (1, 0))
+        logits = model.logits(states)[..., :vocab_size]
+        taken = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+        return taken - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == ids
 
-    return jax.lax.map(row, (hidden, tokens))
+    follow = jnp.roll(tokens, -1, axis=1).reshape(-1, BUCKET)
+    logps, agrees = jax.lax.map(some, (hidden.reshape(len(follow), BUCKET, -1), follow))
+    # What a position says of the next token belongs to that token.
+    own = jnp.arange(tokens.shape[1]) > 0
+    return tuple(
+        jnp.where(own, jnp.roll(x.reshape(tokens.shape), 1, axis=1), jnp.zeros((), x.dtype)) for x in (logps, agrees)
+    )

@@ -144,12 +144,15 @@ def report(result: Result, *, as_json: bool = False, out: str | Path | None = No
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
-    """A table of all measures, those with an interval first, the floors below."""
+    """A table of all measures, those with an interval first, the floors below; of nothing there is no value."""
     title = "  ".join([result.evaluation, *(f"{name} {value}" for name, value in result.settings.items())])
     table = Table(title=title, title_justify="left")
     for column, justify in (("", "left"), ("value", "right"), ("95 % interval", "right"), ("of", "right")):
         table.add_column(column, justify=justify)
     for name, m in sorted(result.measures.items(), key=lambda pair: pair[1].low is None):
+        if m.count == 0:
+            table.add_row(name, "", "", "0")
+            continue
         interval = "" if m.low is None or m.high is None else f"{m.low:.3f} – {m.high:.3f}"
         table.add_row(name, f"{m.value:.3f}", interval, "" if m.count is None else str(m.count))
     for floor, values in result.floors.items():

@@ -16,6 +16,7 @@ from models.qwen3 import sharding
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
 _BLOCK = 128  # queries at a time on a CPU
 LANES = 128  # of a TPU register: splash attention wants block and head sizes in multiples of it
+_LONG = 4096  # tokens of a row beyond which the scores of all its queries are more than one wants to hold
 _SCORES = 2**25  # of one row over a cache that are held at a time: 128 MB
 SPLASH_BLOCK = 512  # queries, and keys, that the kernel takes at a time
 
@@ -59,6 +60,8 @@ def self_attention(
     if kernel == "cudnn":
         mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    if length > _LONG:
+        return _xla_in_turn(q, k, v, segments)
     if jax.default_backend() == "cpu" and length % _BLOCK == 0:
         return _xla_blocks(q, k, v, segments)
     mask = jnp.tril(jnp.ones((length, length), bool))[None]
@@ -100,6 +103,26 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, heads_fir
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(f"bkgts,{stored}->btkgd", weights, v)
     return out.reshape(batch, length, heads, head_dim)
+
+
+def _xla_in_turn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    # Causal attention for long rows: one block of queries after the other, in the backward pass too.
+    batch, length = q.shape[:2]
+    segments = jnp.ones((batch, length), jnp.int32) if segments is None else segments
+
+    def attend(piece: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        some, at, own = piece
+        mask = (at[:, None] >= jnp.arange(length)) & (own[:, :, None] == segments[:, None, :])
+        return _xla(some, k, v, mask)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, -length % _BLOCK)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(batch, -1, _BLOCK, *x.shape[2:]).swapaxes(0, 1)
+
+    queries, own = split(q), split(segments)
+    at = jnp.arange(len(queries) * _BLOCK).reshape(-1, _BLOCK)
+    out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (queries, at, own))
+    return out.swapaxes(0, 1).reshape(batch, -1, *q.shape[2:])[:, :length]
 
 
 def _xla_blocks(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 
 from envace_jax.chat import ChatTokenizer
 from envace_jax.chat.build import train_tokenizer
-from envace_jax.evaluate import rehearse_recorded
+from envace_jax.evaluate import rehearsals, rehearse_recorded
 from envace_jax.sampling import Budgets, Engine, Grammar
 from tests.rollout.bigram import Bigram
 
@@ -23,7 +23,8 @@ def lines(tmp_path_factory) -> ChatTokenizer:
 
 
 @pytest.fixture(scope="module")
-def outcomes(lines):
+def measure(lines):
+    """Measures five calls of two conversations."""
     ids = [int(lines.encode_text(line)[0]) for line in LINES]
     assert all(len(lines.encode_text(line)) == 1 for line in LINES)
     (newline,) = lines.encode_text("\n")
@@ -46,7 +47,12 @@ def outcomes(lines):
 
     first = conversation(("get", '{"a": 1}'), ("put", '{"a":1}'), ("get", '{"error": "no"}'))
     second = conversation(("put", '{"error": "no"}'), ("get", "1"))
-    return rehearse_recorded(engine, policy, lines, [first, second], grammar, writes=["put"])
+    return lambda: rehearse_recorded(engine, policy, lines, [first, second], grammar, writes=["put"])
+
+
+@pytest.fixture(scope="module")
+def outcomes(measure):
+    return measure()
 
 
 def test_greedy_answers_are_compared_as_json_whatever_their_spelling(outcomes):
@@ -63,3 +69,18 @@ def test_calls_after_a_write_that_took_effect_and_refused_calls_are_marked(outco
     assert [o.case.after_write for o in outcomes] == [False, False, True, False, False]
     assert [o.case.refused for o in outcomes] == [False, False, True, True, False]
     assert [o.case.conversation for o in outcomes] == [0, 0, 0, 1, 1]
+
+
+def test_long_conversations_are_scored_one_by_one(measure, outcomes, monkeypatch):
+    shapes, forward = [], rehearsals._forward
+
+    def spied(graph, params, tokens, segments, vocab_size):
+        shapes.append(tokens.shape)
+        return forward(graph, params, tokens, segments, vocab_size)
+
+    monkeypatch.setattr(rehearsals, "_forward", spied)
+    monkeypatch.setattr(rehearsals, "TOKENS", 128)
+    alone = measure()
+    assert [rows for rows, _ in shapes] == [1, 1]
+    assert [o.exact for o in alone] == [o.exact for o in outcomes]
+    assert [o.nll for o in alone] == pytest.approx([o.nll for o in outcomes], abs=1e-5)

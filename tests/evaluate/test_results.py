@@ -14,6 +14,7 @@ from envace_jax.evaluate.results import (
     from_figures,
     mean_measure,
     print_comparison,
+    print_result,
     read_result,
     report,
     share_measure,
@@ -30,6 +31,12 @@ def test_what_is_written_is_read_again(tmp_path):
     write_result(one, tmp_path / "runs" / "a.json")
     assert read_result(tmp_path / "runs" / "a.json") == one
     assert json.loads((tmp_path / "runs" / "a.json").read_text())["schema"] == 1
+
+
+def test_a_measure_of_nothing_has_no_value_in_the_table():
+    text = io.StringIO()
+    print_result(Result("mini", {}, {"success": share_measure([])}), Console(file=text, width=80))
+    assert "0.000" not in text.getvalue() and "success" in text.getvalue()
 
 
 def test_a_difference_of_proportions_has_newcombes_interval():

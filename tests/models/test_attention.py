@@ -48,6 +48,28 @@ def test_self_attention_is_causal_within_segments():
     np.testing.assert_allclose(attention.self_attention(q, k, v), plain(q, k, v, causal(2, 6)), atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [300, 384])
+def test_long_rows_go_in_blocks_of_queries(monkeypatch, length):
+    """Values and gradients; no block's scores are those of a whole row."""
+    arrays = [jnp.asarray(x) for x in inputs(2, length, 4, 2, 8)]
+    segments = jnp.asarray(np.repeat([[1, 2, 0]], length // 3, 1).repeat(2, 0))
+
+    def run(*arrays):
+        out = attention.self_attention(*arrays, segments)
+        return jnp.sum(out**2), out
+
+    def whole():
+        gradients, out = jax.grad(run, argnums=(0, 1, 2), has_aux=True)(*arrays)
+        return [out, *gradients]
+
+    expected = whole()
+    monkeypatch.setattr(attention, "_LONG", 256)
+    for got, want in zip(whole(), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    text = jax.jit(jax.grad(lambda *a: run(*a)[0], argnums=(0, 1, 2))).lower(*arrays).as_text()
+    assert f"x{length}x{length}xf32" not in text
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_cached_attention_sees_slots_up_to_its_position(tokens):
     q, k, v = inputs(2, 9, 6, 3, 8)
