@@ -27,7 +27,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from envace_jax.errors import CheckpointError
 from envace_jax.train.gate import Gate
 from envace_jax.train.optim import named
-from envace_jax.train.processes import processes
+from envace_jax.train.processes import of_all, processes
 from envace_jax.train.state import TrainState
 from envace_jax.train.stores import CHECKPOINTS, ITEMS, check_room, located, put, set_aside_incomplete, store, whole
 from models.qwen3 import CheckpointError as ModelError
@@ -200,6 +200,8 @@ class Checkpoints:
         try:
             yield
         except (ValueError, KeyError, TypeError, OSError) as error:
+            if of_all(error):  # the checkpoint may well be whole
+                raise
             others = [s for s in whole(self.directory) if s != step]
             remedy = f"remove it to use step {max(others)}" if others else "start again in another directory"
             reason = " ".join(str(error).split())[:300]

@@ -177,6 +177,14 @@ class Processes:
             raise StopRun
 
 
+def of_all(error: BaseException) -> bool:
+    """Whether it was a program of all processes that failed, as each does when one of them is gone.
+
+    JAX raises JaxRuntimeError, but for some ways to wait for a result; then the words are those of its transport.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+
+
 def _listed(processes: Sequence[int]) -> str:
     return ("process " if len(processes) == 1 else "processes ") + ", ".join(map(str, processes))
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import jax
 
-from envace_jax.train.processes import MissingProcess, Processes
+from envace_jax.train.processes import MissingProcess, Processes, of_all
 from envace_jax.train.stopping import EXIT_STATUS
 
 DIRECTORY = "heartbeat"
@@ -71,8 +71,7 @@ class Watch:
             self._leave(str(error), EXIT_STATUS[signal.SIGTERM])
         if isinstance(error, SystemExit) or error is self._processes.told:
             return
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            # A global program fails when a process is gone: give the watch the time to say which.
+        if of_all(error):  # is a process gone? Give the watch the time to say which
             time.sleep(self._heartbeat_s + 5 * self._interval)
         self._failing = True
         text = " ".join(str(error).split())[:500]

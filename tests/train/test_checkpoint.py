@@ -94,6 +94,19 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_fall_back_on(tmp_path, st
     assert "checkpoints/2: cannot be restored" in str(error.value) and "use step 1" in str(error.value)
 
 
+def test_a_process_that_is_lost_while_it_is_read_does_not_make_a_checkpoint_a_damaged_one(
+    tmp_path, state, like, monkeypatch
+):
+    def lost(*arguments, **more):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:1")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 1), {})
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match="closed by peer"):
+        monkeypatch.setattr(checkpoints._manager, "restore", lost)
+        checkpoints.restore(like)
+
+
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path, state, like):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(at(state, 4), {})

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from envace_jax.train import watch as module
@@ -24,12 +25,23 @@ class Beats:
 
 
 @pytest.fixture
-def watched(tmp_path, monkeypatch):
-    """look(seconds, who): time passes, `who` give a sign of life, and process 0 looks; returns what it ends with."""
+def made(tmp_path, monkeypatch):
+    """A watch of process 0 of two, its client, a clock that sleeping moves, and what it has ended with."""
     client, now, left = Beats(), [100.0], []
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     watch = Watch(Processes(0, 2, client), tmp_path, heartbeat_s=10.0)
     monkeypatch.setattr(watch, "_leave", lambda news, status: left.append((news, status)))
+    return watch, client, now, left
+
+
+@pytest.fixture
+def watched(made):
+    """look(seconds, who): time passes, `who` give a sign of life, and process 0 looks; returns what it ends with."""
+    watch, client, now, left = made
 
     def look(seconds, *who):
         now[0] += seconds
@@ -54,3 +66,19 @@ def test_a_process_that_was_held_up_itself_blames_nobody(watched):
     for _ in range(9):
         assert watched(1.0, 0) == []
     assert watched(1.0, 0, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: a collective failed"), True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+        (ValueError("rows must be positive"), False),
+    ],
+)
+def test_a_program_of_all_that_fails_leaves_time_to_find_who_is_gone(made, error, waits):
+    watch, client, now, _ = made
+    began = now[0]
+    watch.failed(error)
+    assert (now[0] - began > 10.0) == waits
+    assert client.told["failed"].startswith(f"process 0 failed: {type(error).__name__}: ")
