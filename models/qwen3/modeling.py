@@ -26,7 +26,7 @@ from models.qwen3.sharding import check_divisible, constrain
 
 REMAT = ("none", "layer", "dots", "offload")
 _LAYER_INPUT = "layer_input"
-_FEW_ROWS = 32
+_FEW_ROWS = 128
 
 
 def default_dtype() -> jnp.dtype:
@@ -38,7 +38,8 @@ def linear(x: jax.Array, w: jax.Array, preferred_element_type=None) -> jax.Array
     """x [..., in] times w [out, in] -> [..., out], in x's type.
 
     For few rows on a CPU the weight becomes the left operand: XLA's CPU matmul then runs along the stored rows of the
-    weight, about 1.8 times as fast as the other way round (float32, 98 against 54 GFLOP/s measured).
+    weight, 1.2 (64 rows) to 1.6 times (16) as fast as the other way round. Without a barrier XLA would fold the
+    transposition into the product and turn it round again.
     """
     w = w.astype(x.dtype)
     rows = x.size // x.shape[-1]
@@ -46,8 +47,9 @@ def linear(x: jax.Array, w: jax.Array, preferred_element_type=None) -> jax.Array
     if jax.default_backend() == "cpu":
         # Rows are flattened: the weight's gradient, contracting two axes at once, would take twice as long.
         flat = x.reshape(rows, x.shape[-1])
-        if rows <= _FEW_ROWS:
-            return contract(w, flat, (((1,), (1,)), ((), ()))).T.reshape(*x.shape[:-1], w.shape[0])
+        if 1 < rows <= _FEW_ROWS:
+            columns = jax.lax.optimization_barrier(contract(w, flat, (((1,), (1,)), ((), ()))))
+            return columns.T.reshape(*x.shape[:-1], w.shape[0])
         return contract(flat, w, (((1,), (1,)), ((), ()))).reshape(*x.shape[:-1], w.shape[0])
     return contract(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
