@@ -119,16 +119,17 @@ def _state_bytes(config: Config) -> tuple[float, float, float]:
 
 def kept_bytes(config: Config, model: Qwen3Config, tp: int) -> int:
     """Bytes that the layers of one micro-batch keep on a chip for the backward pass, in 16 bits: their inputs
-    (`layer`), the results of matrix products too (`dots`), those of the elementwise functions too (`none`), or nothing
-    (`offload`: the inputs wait in the host's memory)."""
+    (`layer`), the results of matrix products and of attention too (`dots`), those of the elementwise functions too
+    (`none`), or nothing (`offload`: the inputs wait in the host's memory)."""
     train, hidden = config.train, model.hidden_size
     tokens = train.micro_batch * (train.row_length or config.rollout.max_length)
-    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    attended = model.num_attention_heads * model.head_dim
+    heads = attended + 2 * model.num_key_value_heads * model.head_dim
     mlp = 2 * model.intermediate_size
     each = {
         "offload": 0,
         "layer": hidden,
-        "dots": 3 * hidden + (heads + mlp) / tp,
+        "dots": 3 * hidden + (heads + attended + mlp) / tp,
         "none": 6 * hidden + (3 * heads + 1.5 * mlp) / tp,
     }[train.remat_policy]
     return int(2 * tokens * model.num_hidden_layers * each)

@@ -15,6 +15,7 @@ from models.qwen3 import sharding
 
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
 _BLOCK = 128  # queries at a time on a CPU
+ATTENDED = "attended"  # the name of what attention comes to, for policies of `jax.checkpoint`
 LANES = 128  # of a TPU register: splash attention wants block and head sizes in multiples of it
 _LONG = 4096  # tokens of a row beyond which the scores of all its queries are more than one wants to hold
 _SCORES = 2**25  # of one row over a cache that are held at a time: 128 MB

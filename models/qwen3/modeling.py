@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from models.qwen3.attention import IMPLEMENTATIONS, LANES, SPLASH_BLOCK, cached_attention, self_attention
+from models.qwen3.attention import ATTENDED, IMPLEMENTATIONS, LANES, SPLASH_BLOCK, cached_attention, self_attention
 from models.qwen3.cache import CacheRows, KVCache
 from models.qwen3.config import Qwen3Config
 from models.qwen3.sharding import check_divisible, constrain
@@ -105,8 +105,8 @@ class Qwen3(nnx.Module):
         param_dtype: type of the parameters.
         dtype: type of the arithmetic; None is bfloat16 on TPU and GPU, float32 on CPU.
         remat: what the backward pass recomputes: "none", "layer" (everything inside a layer), "dots" (all but the
-            results of matrix products with parameters), "offload" (as "layer", while the layers' inputs wait in the
-            host's memory).
+            results of matrix products with parameters, and of attention), "offload" (as "layer", while the layers'
+            inputs wait in the host's memory).
         attention: kernel of whole-row attention; see `attention.choose`.
         attention_block: queries and keys at a time of splash attention, a multiple of 128.
         mesh: where activations are laid out (see `sharding`); None constrains nothing.
@@ -243,7 +243,7 @@ class Qwen3(nnx.Module):
         v = heads("v_proj", config.num_key_value_heads, "kv_heads")
         q = rope(rms_norm(q, w["q_norm"], config.rms_norm_eps), *angles)
         k = rope(rms_norm(k, w["k_norm"], config.rms_norm_eps), *angles)
-        out = attend(q, k, v).reshape(batch, length, -1).astype(x.dtype)
+        out = checkpoint_name(attend(q, k, v).reshape(batch, length, -1).astype(x.dtype), ATTENDED)
         x = x + constrain(linear(out, w["o_proj"]), mesh, "batch", "length", "hidden")
 
         h = rms_norm(x, w["post_attention_layernorm"], config.rms_norm_eps)
@@ -262,7 +262,10 @@ def _remat(layer, policy: str):
         return layer
     saved = {
         "layer": jax.checkpoint_policies.nothing_saveable,
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "dots": jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names(ATTENDED),
+        ),
         "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_LAYER_INPUT],

@@ -58,9 +58,10 @@ def test_what_layers_keep_by_policy():
         return costs.kept_bytes(dataclasses.replace(CONFIG, train=changed), model, tp)
 
     assert kept(True) == kept("layer") == 2 * 20_000 * 36 * 4096
-    # Its input, q k v, o, gate and up, down: 4096 + 6144 + 4096 + 24576 + 4096 numbers a token and layer.
-    assert kept("dots") == 2 * 20_000 * 36 * 43_008
-    assert kept("dots", tp=8) == 2 * 20_000 * 36 * (3 * 4096 + 30_720 // 8)
+    # Its input, q k v, attention, o, gate and up, down: 4096 + 6144 + 4096 + 4096 + 24576 + 4096 numbers a token and
+    # layer.
+    assert kept("dots") == 2 * 20_000 * 36 * 47_104
+    assert kept("dots", tp=8) == 2 * 20_000 * 36 * (3 * 4096 + 34_816 // 8)
     assert kept("offload") == 0 and kept("none") == kept(False) > kept("dots")
 
 
