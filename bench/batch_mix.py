@@ -25,6 +25,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.sampling import CONFIG, Products, bound_seconds, peer_arguments, peer_pythons, run_peer, summary  # noqa: E402
+from envace_jax import huge_pages  # noqa: E402
 from envace_jax.sampling import Completion, Engine, SamplingParams, sequence_keys  # noqa: E402
 from models.qwen3 import Qwen3  # noqa: E402
 
@@ -79,6 +80,7 @@ class Ours:
 
 
 def main() -> None:
+    huge_pages.use()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="*", type=int, help="B P G: slots, prompt tokens, new tokens in the mean")
     parser.add_argument("--requests", type=int, help="how many; by default four times B")

@@ -31,6 +31,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.sampling import CONFIG, Products, bound_seconds, peer_arguments, peer_pythons, run_peer, summary  # noqa: E402
+from envace_jax import huge_pages  # noqa: E402
 from envace_jax.sampling import Engine, SamplingParams  # noqa: E402
 from envace_jax.sampling.params import slot_sampling  # noqa: E402
 from models.qwen3 import Qwen3  # noqa: E402
@@ -87,6 +88,7 @@ def aim(found: dict) -> dict:
 
 
 def main() -> None:
+    huge_pages.use()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="*", type=int, help="B P G; by default 16 128 128, then 64 128 128")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each")

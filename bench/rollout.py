@@ -33,6 +33,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.sampling import CONFIG, Products, bound_seconds, peer_arguments, peer_pythons, run_peer, summary  # noqa: E402
+from envace_jax import huge_pages  # noqa: E402
 from envace_jax.chat import ChatTokenizer  # noqa: E402
 from envace_jax.chat.build import train_tokenizer  # noqa: E402
 from envace_jax.config import RolloutConfig  # noqa: E402
@@ -169,6 +170,7 @@ def turns(episodes: list[Trajectory]) -> list[list[list[int]]]:
 
 
 def main() -> None:
+    huge_pages.use()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="*", type=int, help="B P G: episodes, prompt tokens, tokens of a generation")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each")

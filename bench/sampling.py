@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from envace_jax import huge_pages
 from envace_jax.sampling.pieces import weights_per_token
 from models.qwen3 import Qwen3Config
 
@@ -94,7 +95,7 @@ def peer_pythons(parser: argparse.ArgumentParser, args: argparse.Namespace, name
 def run_peer(python: str, script: Path, *arguments: object) -> dict[str, float]:
     """The JSON object that a peer's script prints in its last line."""
     command = [python, str(script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=huge_pages.environment_without())
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from envace_jax import __version__
+from envace_jax import __version__, huge_pages
 from envace_jax.errors import EnvaceError
 from envace_jax.verbs import act, data, evaluate, example
 
@@ -207,5 +207,11 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(status)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The program `envace`: `main` with huge pages."""
+    huge_pages.use()
     main()
+
+
+if __name__ == "__main__":
+    run()
