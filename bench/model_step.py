@@ -13,9 +13,9 @@ environments are made by
     python -m venv hf && hf/bin/pip install torch==2.13.0 transformers
 
 One JSON line: tokens a second of each, ours over each peer's (`ratio`), the rate of matrix products, the tokens a
-second at which the step's products alone would take all of the time (`bound_tokens_per_s`), and ours as a share of
-that. The aim is 1.4 times tunix or 80 % of the bound, whichever is lower; status 1 where tunix was measured and it is
-missed.
+second at which the products that the step needs, with the head for completions alone, would take all of the time
+(`bound_tokens_per_s`), and ours as a share of that. The aim is 1.4 times tunix or 80 % of the bound, whichever is
+lower; status 1 where tunix was measured and it is missed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.sampling import CONFIG  # noqa: E402
+from envace_jax import huge_pages  # noqa: E402
 from envace_jax.config import TrainConfig  # noqa: E402
 from envace_jax.grpo import GRPOConfig, TokenBatch  # noqa: E402
 from envace_jax.train.optim import make_optimizer  # noqa: E402
@@ -86,11 +87,12 @@ def make_batch(rows: int, prompt: int, new: int) -> TokenBatch:
 
 
 def product_flops(rows: int, prompt: int, new: int) -> float:
-    """Operations of a step's products with parameters: two a weight and token, forward, and twice that backward."""
+    """Operations of a step's products with parameters: two a weight and token, forward, and twice that backward; the
+    head for the completions alone."""
     heads = (2 * CONFIG.num_attention_heads + 2 * CONFIG.num_key_value_heads) * CONFIG.head_dim
     layer = CONFIG.hidden_size * (heads + 3 * CONFIG.intermediate_size)
-    weights = CONFIG.num_hidden_layers * layer + CONFIG.vocab_size * CONFIG.hidden_size
-    return 3 * 2.0 * weights * rows * (prompt + new)
+    head = CONFIG.vocab_size * CONFIG.hidden_size
+    return 3 * 2.0 * rows * (CONFIG.num_hidden_layers * layer * (prompt + new) + head * new)
 
 
 class Products:
@@ -116,7 +118,7 @@ class Products:
 def run_peer(python: str, script: Path, shape: tuple[int, int, int]) -> float:
     """Tokens a second that a peer's script reports in its last line."""
     command = [python, str(script), *map(str, shape)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=huge_pages.environment_without())
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])["tok_s"]
@@ -139,6 +141,7 @@ def compare(speeds: dict[str, float], rate: float, shape: tuple[int, int, int]) 
 
 
 def main() -> int:
+    huge_pages.use()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8,128,128", help="ROWS,PROMPT,NEW")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each, alternating")

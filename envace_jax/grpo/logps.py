@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+_PARTS = 4  # of a row, at least, where not all of it is needed
+Score = Callable[..., tuple[jax.Array, ...]]  # (states [B, C, D], ids [B, C], *constants) -> [B, C] each
 
 
 def token_logps(
@@ -14,6 +20,7 @@ def token_logps(
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     *,
+    needed: jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
     vocab_size: int | None = None,
     with_entropy: bool = False,
@@ -22,14 +29,16 @@ def token_logps(
     """log p(tokens[b, t] | before) at the sampling temperature, normalised over ids below `vocab_size`.
 
     The same convention as the sampler's: tempered, the model's padded ids masked, not truncated. The head and the
-    softmax run over `chunk` positions of every row at a time, under remat, so neither pass holds more logits than
-    [B, chunk, V].
+    softmax run over `chunk` positions of every row at a time, and once more in the backward pass, so neither pass holds
+    more logits than [B, chunk, V]. Positions whose values nobody needs are put behind the others, and left out.
 
     Args:
         model: model(tokens, positions, segments) -> ([B, T, D], _) and model.logits([..., D]) -> float32 [..., V].
         tokens: int32 [B, T].
         positions: int32 [B, T], handed to the model.
         segments: int32 [B, T], 0 = padding, handed to the model.
+        needed: bool [B, T], the tokens whose values are needed; None: all. As many rounds are made as the row needs
+            that has most of them.
         temperature: divides the logits; may be traced.
         vocab_size: how many ids the tokenizer has; None: all the model has.
         with_entropy: also return the entropy of the distribution each token was drawn from.
@@ -37,7 +46,7 @@ def token_logps(
 
     Returns:
         float32 [B, T], or a pair (logps, entropy) of them. Where nothing comes before (position 0, the first token of
-        each segment) and in padding: 0.0.
+        each segment), in padding, and where not needed: 0.0.
 
     Raises:
         ValueError: `temperature` or `chunk` not positive.
@@ -52,20 +61,83 @@ def token_logps(
     if segments is not None:
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         follows = follows.at[:, :-1].set(same)
-        # What attention makes of padding may be NaN, and 0 x NaN would carry it into the head's gradient.
-        hidden = jnp.where(follows[..., None], hidden, jnp.zeros((), hidden.dtype))
+    if needed is not None:
+        follows &= jnp.roll(needed, -1, axis=1)
+    # What attention makes of padding may be NaN, and 0 x NaN would carry it into the head's gradient.
+    hidden = jnp.where(follows[..., None], hidden, jnp.zeros((), hidden.dtype))
     targets = jnp.roll(tokens, -1, axis=1)
 
-    def step(carry: None, piece: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-        states, ids = piece
-        return carry, _score(model.logits(states), ids, temperature, vocab_size, with_entropy)
-
     width = tokens.shape[1]
-    size = min(chunk, width)
-    pieces = tuple(_split(x, size) for x in (hidden, targets))
-    _, outputs = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)
-    outputs = tuple(_follow(_join(x, width), follows) for x in outputs)
+    size = min(chunk, width if needed is None else -(-width // _PARTS))
+    count = -(-width // size)
+    if needed is not None:
+        order = jnp.argsort(~follows, axis=1)  # stable
+        back = jnp.argsort(order, axis=1)
+        hidden, targets = _permuted(hidden, order, back), jnp.take_along_axis(targets, order, axis=1)
+        count = -(-jnp.max(jnp.sum(follows, axis=1)) // size)
+
+    def score(states: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+        return _score(model.logits(states), ids, temperature, vocab_size, with_entropy)
+
+    states, ids = _split(hidden, size), _split(targets, size)
+    score, constants = jax.closure_convert(score, states[0], ids[0])
+    outputs = [_join(x, width) for x in _in_turn(score, count, states, ids, constants)]
+    if needed is not None:
+        outputs = [jnp.take_along_axis(x, back, axis=1) for x in outputs]
+    outputs = tuple(_follow(x, follows) for x in outputs)
     return outputs if with_entropy else outputs[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_turn(
+    score: Score, count: int | jax.Array, states: jax.Array, ids: jax.Array, constants: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """score(states[i], ids[i], *constants) of the first `count` of N pieces, one after the other: [N, B, C] each, zeros
+    behind. What a piece is computed from is kept for the backward pass, and nothing else."""
+    shapes = jax.eval_shape(score, states[0], ids[0], *constants)
+    nothing = tuple(jnp.zeros((len(states), *x.shape), x.dtype) for x in shapes)
+
+    def fill(i: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(out.at[i].set(x) for out, x in zip(outputs, score(states[i], ids[i], *constants), strict=True))
+
+    return jax.lax.fori_loop(0, count, fill, nothing)
+
+
+def _in_turn_forward(score: Score, *arguments: Any) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    values = jax.tree.map(lambda x: x.value, arguments)  # beside each says whether it has a derivative
+    return _in_turn(score, *values), values
+
+
+def _in_turn_backward(score: Score, arguments: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    count, states, ids, constants = arguments
+    # An output that the loss does not look at, the entropy that is merely shown, costs no pass.
+    used = [i for i, g in enumerate(gradients) if not isinstance(g, SymbolicZero)]
+
+    def add(i: jax.Array, so_far: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+        of_states, of_constants = so_far
+        _, pull = jax.vjp(lambda x, *more: [score(x, ids[i], *more)[u] for u in used], states[i], *constants)
+        of_piece, *more = pull([gradients[u][i] for u in used])
+        return of_states.at[i].set(of_piece), [x + y for x, y in zip(of_constants, more, strict=True)]
+
+    # Over many pieces a sum in 16 bits would stop growing.
+    wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in constants]
+    of_states, of_constants = jax.lax.fori_loop(0, count, add, (jnp.zeros_like(states), wide))
+    return None, of_states, None, [x.astype(c.dtype) for x, c in zip(of_constants, constants, strict=True)]
+
+
+_in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _permuted(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    """x [B, T, D] with the positions of each row in `order` [B, T], whose inverse is `back`; gathers both ways."""
+    return jnp.take_along_axis(x, order[..., None], axis=1)
+
+
+_permuted.defvjp(
+    lambda x, order, back: (_permuted(x, order, back), back),
+    lambda back, gradient: (jnp.take_along_axis(gradient, back[..., None], axis=1), None, None),
+)
 
 
 def _score(

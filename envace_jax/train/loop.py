@@ -217,7 +217,7 @@ def _throughput(
     }
     peak = job.config.logging.peak_flops or peak_flops(jax.devices()[0].device_kind)
     if peak is not None:
-        done = step_flops(job.config, job.model_config, [len(o) for o in learned if o.valid])
+        done = step_flops(job.config, job.model_config, [len(o) for o in learned if o.valid], tokens)
         figures["throughput/model_flops_utilisation"] = done / (metrics["time/train_s"] * chips * peak)
     return figures
 

@@ -152,7 +152,14 @@ def likelihood_sums(graphdef: nnx.GraphDef, role_weights: tuple[float, float], v
 
     def sums(params: nnx.State, batch: TokenBatch) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         model = nnx.merge(graphdef, params)
-        logps = token_logps(model, batch.tokens, batch.positions, batch.segments, vocab_size=vocab_size)
+        logps = token_logps(
+            model,
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            needed=batch.roles != CONTEXT,
+            vocab_size=vocab_size,
+        )
         numerator = denominator = jnp.zeros(())
         metrics = {}
         for name, role, weight in (("act", ACT, role_weights[0]), ("rehearse", REHEARSE, role_weights[1])):

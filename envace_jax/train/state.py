@@ -195,7 +195,8 @@ def make_step(
 def make_logps(
     graphdef: nnx.GraphDef, *, temperature: float = 1.0, vocab_size: int | None = None
 ) -> Callable[[nnx.State, TokenBatch, int], jax.Array]:
-    """logps(params, batch [N, M, T], used) -> float32 [N, M, T], 0 in the micro-batches that are not used."""
+    """logps(params, batch [N, M, T], used) -> float32 [N, M, T]: those of trained tokens in the micro-batches that are
+    used, 0 elsewhere."""
 
     @jax.jit
     def logps(params: nnx.State, batch: TokenBatch, used: jax.Array) -> jax.Array:
@@ -204,7 +205,13 @@ def make_logps(
         def fill(i: jax.Array, out: jax.Array) -> jax.Array:
             micro = _at(batch, i)
             scored = token_logps(
-                model, micro.tokens, micro.positions, micro.segments, temperature=temperature, vocab_size=vocab_size
+                model,
+                micro.tokens,
+                micro.positions,
+                micro.segments,
+                needed=micro.roles != CONTEXT,
+                temperature=temperature,
+                vocab_size=vocab_size,
             )
             return out.at[i].set(scored)
 
@@ -234,6 +241,7 @@ def grpo_sums(
             batch.tokens,
             batch.positions,
             batch.segments,
+            needed=batch.roles != CONTEXT,
             temperature=temperature,
             vocab_size=vocab_size,
             with_entropy=entropy,

@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens: whose they are, how they are normalised, and that no [B, T, V] is ever made."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,42 @@ def test_the_gradient_is_that_of_the_plain_formula_and_ignores_nan_padding(table
     got, want = (jax.value_and_grad(f)(jnp.asarray(table)) for f in (chunked, plain))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_what_is_not_needed_is_zero_and_the_rest_as_before(table, share):
+    """Value and gradient, with NaN in the padding."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 9, (3, 20)).astype(np.int32)
+    segments = np.ones((3, 20), np.int32)
+    segments[1, 7:], segments[2, 15:] = 2, 0
+    needed = rng.random((3, 20)) < share
+
+    def scored(table, **arguments):
+        values = token_logps(Bigram(table), tokens, segments=segments, with_entropy=True, **arguments)
+        values = [jnp.where(needed, x, 0.0) for x in values] if not arguments else values
+        return jnp.sum(values[0] * jnp.arange(20)) + jnp.sum(values[1] ** 2), values
+
+    (_, want), whole = jax.value_and_grad(scored, has_aux=True)(jnp.asarray(table))
+    (_, got), part = jax.jit(jax.value_and_grad(partial(scored, needed=jnp.asarray(needed)), has_aux=True))(table)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_meets_as_many_pieces_as_the_fullest_row_needs(table):
+    """Four pieces of 5 positions: rows that need 6 and 2 take two, wherever in the row they are."""
+    seen = []
+
+    class Counting(Bigram):
+        def logits(self, hidden):
+            jax.debug.callback(lambda: seen.append(hidden.shape))
+            return super().logits(hidden)
+
+    needed = np.zeros((2, 20), bool)
+    needed[0, 3::3], needed[1, [5, 19]] = True, True
+    token_logps(Counting(table), jnp.ones((2, 20), jnp.int32), needed=needed)
+    jax.effects_barrier()
+    assert seen == [(2, 5, VOCAB)] * 2
 
 
 def largest_value(jaxpr) -> int:

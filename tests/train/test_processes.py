@@ -368,9 +368,9 @@ def test_the_copy_to_sample_from_has_the_type_of_the_arithmetic_and_computes_the
 
 def test_operations_of_a_forward_pass_are_two_for_each_weight_and_token_and_four_for_each_pair(tiny_qwen3_config):
     # By hand, of the tiny model: q 32x32, k and v 32x16 each, o 32x32, three of 32x64; two layers; head 96x32.
-    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 96 * 32
+    layers, head = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 96 * 32
     pairs = 10 * 10 / 2
-    assert forward_flops(tiny_qwen3_config, [10]) == 2 * weights * 10 + 2 * 4 * (4 * 8) * pairs
+    assert forward_flops(tiny_qwen3_config, [10], 4) == 2 * layers * 10 + 2 * head * 4 + 2 * 4 * (4 * 8) * pairs
 
 
 def test_a_profile_of_some_steps_is_written(policy, tmp_path):
