@@ -15,6 +15,7 @@ from models.qwen3 import sharding
 
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
 _BLOCK = 128  # queries at a time on a CPU
+_PIECES = 4  # of a batch, on a CPU
 ATTENDED = "attended"  # the name of what attention comes to, for policies of `jax.checkpoint`
 LANES = 128  # of a TPU register: splash attention wants block and head sizes in multiples of it
 _LONG = 4096  # tokens of a row beyond which the scores of all its queries are more than one wants to hold
@@ -64,7 +65,11 @@ def self_attention(
     if length > _LONG:
         return _xla_in_turn(q, k, v, segments)
     if jax.default_backend() == "cpu" and length % _BLOCK == 0:
-        return _xla_blocks(q, k, v, segments)
+        # Rows apart: XLA's CPU backend runs products that do not depend on one another on several cores, and keeps most
+        # of these small ones on one each. Over a mesh the rows of a device would not stay together.
+        count = math.gcd(len(q), _PIECES) if mesh is None else 1
+        pieces = zip(*([None] * count if x is None else jnp.split(x, count) for x in (q, k, v, segments)), strict=True)
+        return jnp.concatenate([_xla_blocks(*piece) for piece in pieces])
     mask = jnp.tril(jnp.ones((length, length), bool))[None]
     if segments is not None:
         mask = mask & (segments[:, :, None] == segments[:, None, :])
