@@ -11,6 +11,7 @@ from envace_jax.grpo import token_logps
 from envace_jax.sampling import slots
 from envace_jax.sampling.params import slot_sampling
 from models.qwen3 import Qwen3, Qwen3Config
+from models.qwen3.modeling import linear
 
 
 def abstract_model(layers, vocab_size):
@@ -86,3 +87,10 @@ def test_no_pass_holds_the_logits_of_all_positions():
     logits = 4 * rows * length * vocab_size
     assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * logits  # 0.70 where the chunk's own are a quarter
     assert f"[{rows},{length},{vocab_size}]" not in compiled.as_text()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the products of a CPU")
+@pytest.mark.parametrize("rows, kept", [(1, False), (16, True), (128, True), (129, False)])
+def test_the_weight_is_the_left_operand_for_few_rows(rows, kept):
+    x, w = jax.ShapeDtypeStruct((rows, 64), jnp.float32), jax.ShapeDtypeStruct((96, 64), jnp.float32)
+    assert (f"f32[96,{rows}]" in jax.jit(linear).lower(x, w).compile().as_text()) == kept
