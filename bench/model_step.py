@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,7 +34,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.sampling import CONFIG  # noqa: E402
+from bench.sampling import CONFIG, run_peer  # noqa: E402
 from envace_jax import huge_pages  # noqa: E402
 from envace_jax.config import TrainConfig  # noqa: E402
 from envace_jax.grpo import GRPOConfig, TokenBatch  # noqa: E402
@@ -115,15 +114,6 @@ class Products:
         return self.flops / statistics.median(seconds)
 
 
-def run_peer(python: str, script: Path, shape: tuple[int, int, int]) -> float:
-    """Tokens a second that a peer's script reports in its last line."""
-    command = [python, str(script), *map(str, shape)]
-    done = subprocess.run(command, capture_output=True, text=True, env=huge_pages.environment_without())
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])["tok_s"]
-
-
 def compare(speeds: dict[str, float], rate: float, shape: tuple[int, int, int]) -> dict[str, float | bool | dict]:
     """What the medians come to: `speeds` in tokens a second by name, ours as `envace_jax`; `rate` in operations."""
     ours = speeds["envace_jax"]
@@ -162,7 +152,7 @@ def main() -> int:
         rates.append(products())
         speeds["envace_jax"].append(ours())
         for name, python in pythons.items():
-            speeds[name].append(run_peer(python, args.peers / PEERS[name], shape))
+            speeds[name].append(run_peer(python, args.peers / PEERS[name], *shape)["tok_s"])
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     result = {
         "bench": "model_step",

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from envace_jax.grpo.batch import CONTEXT, TokenBatch
+
 _PARTS = 4  # of a row, at least, where not all of it is needed
 Score = Callable[..., tuple[jax.Array, ...]]  # (states [B, C, D], ids [B, C], *constants) -> [B, C] each
 
@@ -86,6 +88,12 @@ def token_logps(
         outputs = [jnp.take_along_axis(x, back, axis=1) for x in outputs]
     outputs = tuple(_follow(x, follows) for x in outputs)
     return outputs if with_entropy else outputs[0]
+
+
+def trained_logps(model: Any, batch: TokenBatch, **settings: Any) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`token_logps` of the trained tokens of a batch, those of either role; `settings` are its other arguments."""
+    needed = batch.roles != CONTEXT
+    return token_logps(model, batch.tokens, batch.positions, batch.segments, needed=needed, **settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -23,7 +23,7 @@ from rich.console import Console
 from envace_jax.chat import ChatTokenizer
 from envace_jax.chat.build import train_tokenizer
 from envace_jax.config import ConfigError, SFTConfig, to_dict
-from envace_jax.grpo import ACT, CONTEXT, REHEARSE, TokenBatch, token_logps
+from envace_jax.grpo import ACT, CONTEXT, REHEARSE, TokenBatch, trained_logps
 from envace_jax.rehearse.demos import remembering
 from envace_jax.tasks.mini import vocabulary
 from envace_jax.train.checkpoint import SOURCE, Checkpoints, export, load_model, tokenizer_directory, write_model_source
@@ -152,14 +152,7 @@ def likelihood_sums(graphdef: nnx.GraphDef, role_weights: tuple[float, float], v
 
     def sums(params: nnx.State, batch: TokenBatch) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         model = nnx.merge(graphdef, params)
-        logps = token_logps(
-            model,
-            batch.tokens,
-            batch.positions,
-            batch.segments,
-            needed=batch.roles != CONTEXT,
-            vocab_size=vocab_size,
-        )
+        logps = trained_logps(model, batch, vocab_size=vocab_size)
         numerator = denominator = jnp.zeros(())
         metrics = {}
         for name, role, weight in (("act", ACT, role_weights[0]), ("rehearse", REHEARSE, role_weights[1])):

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from envace_jax.grpo import CONTEXT, GRPOConfig, TokenBatch, finish_metrics, grpo_loss_sums, safe_divide, token_logps
+from envace_jax.grpo import CONTEXT, GRPOConfig, TokenBatch, finish_metrics, grpo_loss_sums, safe_divide, trained_logps
 from envace_jax.train.optim import named
 from models.qwen3 import sharding
 
@@ -203,16 +203,7 @@ def make_logps(
         model = nnx.merge(graphdef, params)
 
         def fill(i: jax.Array, out: jax.Array) -> jax.Array:
-            micro = _at(batch, i)
-            scored = token_logps(
-                model,
-                micro.tokens,
-                micro.positions,
-                micro.segments,
-                needed=micro.roles != CONTEXT,
-                temperature=temperature,
-                vocab_size=vocab_size,
-            )
+            scored = trained_logps(model, _at(batch, i), temperature=temperature, vocab_size=vocab_size)
             return out.at[i].set(scored)
 
         return jax.lax.fori_loop(0, used, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
@@ -236,16 +227,7 @@ def grpo_sums(
 
     def sums(params: nnx.State, batch: TokenBatch) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         model = nnx.merge(graphdef, params)
-        scored = token_logps(
-            model,
-            batch.tokens,
-            batch.positions,
-            batch.segments,
-            needed=batch.roles != CONTEXT,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            with_entropy=entropy,
-        )
+        scored = trained_logps(model, batch, temperature=temperature, vocab_size=vocab_size, with_entropy=entropy)
         logps, entropies = scored if entropy else (scored, None)
         numerator, denominator, metrics = grpo_loss_sums(logps, batch, config, entropies)
         if batch.behavior_logps is not None:
