@@ -13,13 +13,14 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from envace_jax.config import Config
+from envace_jax.grpo.logps import CHUNK
 from envace_jax.train.state import data_shards
 from launch.costs import (
     EFFICIENCY,
@@ -176,10 +177,11 @@ def measure(config: Config, topology: Topology) -> Report:
     # A batch of few rows is decoded in a copy of their part of the cache.
     copied = copied_rows(local) * cache_bytes(config, plan.model) // mesh_sizes(config.mesh, topology)[2]
     resident = {"train": reference, "reference": parameters + optimizer, "prefill": beside, "decode": beside + copied}
-    programs = []
-    for name, make in lower(plan):
-        programs.append(_compile(name, make, resident[name], plan.shapes.micro_batches if name == "train" else 1))
     shapes, model = plan.shapes, plan.model
+    # Micro-batches, and in each the pieces of a row that are scored: all, if all tokens are trained. Decoding: a token.
+    loops = (shapes.micro_batches, -(-shapes.row_length // CHUNK))
+    trips = {"train": loops, "reference": loops, "prefill": (), "decode": ()}
+    programs = [_compile(name, make, resident[name], trips[name]) for name, make in lower(plan)]
     rows = shapes.rows * shapes.micro_batches
     useful, executed = step_flops(config, model, rows, shapes.row_length)
     by_name = {program.name: program for program in programs}
@@ -315,7 +317,7 @@ def describe(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _compile(name: str, make: Any, resident: int, unknown_trips: int) -> Program:
+def _compile(name: str, make: Any, resident: int, unknown_trips: Sequence[int]) -> Program:
     try:
         compiled = make().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -336,7 +338,7 @@ def _compile(name: str, make: Any, resident: int, unknown_trips: int) -> Program
     )
 
 
-def _read_collectives(compiled: jax.stages.Compiled, unknown_trips: int) -> dict[str, Collective] | None:
+def _read_collectives(compiled: jax.stages.Compiled, unknown_trips: Sequence[int]) -> dict[str, Collective] | None:
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:  # jaxlib parses what libtpu writes, and knows the HLO of its own time only

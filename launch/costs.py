@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from envace_jax.config import Config
+from envace_jax.grpo.logps import CHUNK
 from launch.topology import Topology
 from models.qwen3 import Qwen3Config
 
 EFFICIENCY = 0.5  # of the chip's peak, that matrix products of a training step are assumed to reach
-_LOGITS_CHUNK = 256  # of `token_logps`
 
 
 def parameter_count(model: Qwen3Config) -> int:
@@ -80,7 +80,7 @@ def guess_peak(config: Config, model: Qwen3Config, data: int, fsdp: int, tp: int
     inner = 2 * rows * length * (6 * model.hidden_size + 3 * model.intermediate_size / tp)
     saved = kept_bytes(config, model, tp)
     gathered = 2 * 2 * (_matrices(model) + 2 * model.vocab_size * model.hidden_size) / tp
-    logits = 4 * 4 * rows * _LOGITS_CHUNK * model.vocab_size / tp
+    logits = 4 * 4 * rows * CHUNK * model.vocab_size / tp
     update = state + gradients + saved + inner + gathered + logits
 
     slots = -(-(rollout.slots or rollout.tasks_per_step * rollout.group_size) // hosts)

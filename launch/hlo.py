@@ -1,8 +1,8 @@
 """Which collectives a compiled program runs, and how many bytes they make, from its text.
 
 The body of a loop stands in the text once, however often it runs. So the computations are walked from the entry with a
-count: a loop multiplies by the number of trips that the compiler knows, and by one that the caller gives where it does
-not (a traced bound).
+count: a loop multiplies by the number of trips that the compiler knows, and by those that the caller gives where it
+does not (a traced bound).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all-to-all")
 
@@ -32,27 +33,32 @@ class Collective:
     bytes: int
 
 
-def collectives(text: str, unknown_trips: int = 1) -> dict[str, Collective]:
+def collectives(text: str, unknown_trips: Sequence[int] = ()) -> dict[str, Collective]:
     """The collectives of a compiled module, by kind, loops multiplied out.
 
     Args:
         text: of `compiled.as_text()`.
-        unknown_trips: how often a loop runs whose count the compiler does not know.
+        unknown_trips: how often loops run whose count the compiler does not know: the outermost, those within it, and
+            so on. Deeper ones count once.
     """
     computations, entry = _computations(text)
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 
-    def walk(name: str, times: int, inside: tuple[str, ...]) -> None:
+    def walk(name: str, times: int, unknown: Sequence[int], inside: tuple[str, ...]) -> None:
         for kind, size, callees in computations.get(name, ()):
             if kind is not None:
                 counts[kind][0] += times
                 counts[kind][1] += times * size
             for callee, trips in callees:
-                if callee not in inside:  # a module has no recursion; a malformed text must not hang
-                    walk(callee, times * (unknown_trips if trips is None else trips), (*inside, callee))
+                if callee in inside:  # a module has no recursion; a malformed text must not hang
+                    continue
+                if trips is None:
+                    walk(callee, times * (unknown[0] if unknown else 1), unknown[1:], (*inside, callee))
+                else:
+                    walk(callee, times * trips, unknown, (*inside, callee))
 
     if entry is not None:
-        walk(entry, 1, (entry,))
+        walk(entry, 1, unknown_trips, (entry,))
     return {kind: Collective(*counts[kind]) for kind in sorted(counts)}
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec as P
 
 from envace_jax.grpo.batch import CONTEXT, TokenBatch
 
+CHUNK = 256  # positions of a row at a time
 _PARTS = 4  # of a row, at least, where not all of it is needed
 Score = Callable[..., tuple[jax.Array, ...]]  # (states [B, C, D], ids [B, C], *constants) -> [B, C] each
 
@@ -26,7 +28,7 @@ def token_logps(
     temperature: float | jax.Array = 1.0,
     vocab_size: int | None = None,
     with_entropy: bool = False,
-    chunk: int = 256,
+    chunk: int = CHUNK,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """log p(tokens[b, t] | before) at the sampling temperature, normalised over ids below `vocab_size`.
 
@@ -35,7 +37,9 @@ def token_logps(
     more logits than [B, chunk, V]. Positions whose values nobody needs are put behind the others, and left out.
 
     Args:
-        model: model(tokens, positions, segments) -> ([B, T, D], _) and model.logits([..., D]) -> float32 [..., V].
+        model: model(tokens, positions, segments) -> ([B, T, D], _), model.head() -> [V, D] or the like, and
+            model.logits([..., D], head) -> float32 [..., V]. A model on a mesh also says where B rows lie,
+            model.row_sharding(B): then the head is gathered once, and its gradient added up once, not for every piece.
         tokens: int32 [B, T].
         positions: int32 [B, T], handed to the model.
         segments: int32 [B, T], 0 = padding, handed to the model.
@@ -71,22 +75,38 @@ def token_logps(
 
     width = tokens.shape[1]
     size = min(chunk, width if needed is None else -(-width // _PARTS))
-    count = -(-width // size)
-    if needed is not None:
-        order = jnp.argsort(~follows, axis=1)  # stable
-        back = jnp.argsort(order, axis=1)
-        hidden, targets = _permuted(hidden, order, back), jnp.take_along_axis(targets, order, axis=1)
-        count = -(-jnp.max(jnp.sum(follows, axis=1)) // size)
+    count = -(-(width if needed is None else jnp.max(jnp.sum(follows, axis=1))) // size)
 
-    def score(states: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
-        return _score(model.logits(states), ids, temperature, vocab_size, with_entropy)
+    def score(states: jax.Array, ids: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
+        return _score(model.logits(states, head), ids, temperature, vocab_size, with_entropy)
 
-    states, ids = _split(hidden, size), _split(targets, size)
-    score, constants = jax.closure_convert(score, states[0], ids[0])
-    outputs = [_join(x, width) for x in _in_turn(score, count, states, ids, constants)]
-    if needed is not None:
-        outputs = [jnp.take_along_axis(x, back, axis=1) for x in outputs]
-    outputs = tuple(_follow(x, follows) for x in outputs)
+    def score_rows(
+        hidden: jax.Array, targets: jax.Array, follows: jax.Array, count: int | jax.Array, head: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        if needed is not None:
+            order = jnp.argsort(~follows, axis=1)  # stable
+            back = jnp.argsort(order, axis=1)
+            hidden, targets = _permuted(hidden, order, back), jnp.take_along_axis(targets, order, axis=1)
+        states, ids = _split(hidden, size), _split(targets, size)
+        converted, constants = jax.closure_convert(score, states[0], ids[0], head)
+        outputs = [_join(x, width) for x in _in_turn(converted, count, states, ids, (head, *constants))]
+        if needed is not None:
+            outputs = [jnp.take_along_axis(x, back, axis=1) for x in outputs]
+        return tuple(_follow(x, follows) for x in outputs)
+
+    place = model.row_sharding(len(tokens)) if hasattr(model, "row_sharding") else None
+    if place is not None:
+        # Each shard's rows by themselves, and only the vocabulary left to the partitioner: it would add up the
+        # gradient of the head over the shards after every piece.
+        score_rows = jax.shard_map(
+            score_rows,
+            mesh=place.mesh,
+            in_specs=(place.spec, place.spec, place.spec, P(), P()),
+            out_specs=place.spec,
+            axis_names=set(place.spec[0]),
+            check_vma=False,
+        )
+    outputs = score_rows(hidden, targets, follows, count, model.head())
     return outputs if with_entropy else outputs[0]
 
 
@@ -98,7 +118,7 @@ def trained_logps(model: Any, batch: TokenBatch, **settings: Any) -> jax.Array |
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_turn(
-    score: Score, count: int | jax.Array, states: jax.Array, ids: jax.Array, constants: Sequence[jax.Array]
+    score: Score, count: int | jax.Array, states: jax.Array, ids: jax.Array, constants: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
     """score(states[i], ids[i], *constants) of the first `count` of N pieces, one after the other: [N, B, C] each, zeros
     behind. What a piece is computed from is kept for the backward pass, and nothing else."""
@@ -130,7 +150,8 @@ def _in_turn_backward(score: Score, arguments: tuple[Any, ...], gradients: tuple
     # Over many pieces a sum in 16 bits would stop growing.
     wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in constants]
     of_states, of_constants = jax.lax.fori_loop(0, count, add, (jnp.zeros_like(states), wide))
-    return None, of_states, None, [x.astype(c.dtype) for x, c in zip(of_constants, constants, strict=True)]
+    of_constants = tuple(x.astype(c.dtype) for x, c in zip(of_constants, constants, strict=True))
+    return None, of_states, None, of_constants
 
 
 _in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from models.qwen3.attention import ATTENDED, IMPLEMENTATIONS, LANES, SPLASH_BLOCK, cached_attention, self_attention
 from models.qwen3.cache import CacheRows, KVCache
 from models.qwen3.config import Qwen3Config
-from models.qwen3.sharding import check_divisible, constrain
+from models.qwen3.sharding import batch_axes, check_divisible, constrain
 
 REMAT = ("none", "layer", "dots", "offload")
 _LAYER_INPUT = "layer_input"
@@ -251,10 +252,21 @@ class Qwen3(nnx.Module):
         inner = constrain(inner, mesh, "batch", "length", "mlp")
         return x + constrain(linear(inner, w["down_proj"]), mesh, "batch", "length", "hidden")
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32[..., V] from hidden [..., D]; of the whole (padded) vocabulary."""
+    def row_sharding(self, rows: int) -> NamedSharding | None:
+        """How a batch of `rows` is spread over the mesh, P(axes); None where all of them lie together."""
+        axes = () if self.mesh is None else batch_axes(self.mesh, rows) or ()
+        return NamedSharding(self.mesh, P(axes)) if any(self.mesh.shape[axis] > 1 for axis in axes) else None
+
+    def head(self) -> jax.Array:
+        """The weights of `logits`, [V, D] in `dtype`: the embedding where it is tied."""
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden.astype(self.dtype), table[...], preferred_element_type=jnp.float32)
+        return table[...].astype(self.dtype)
+
+    def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+        """float32[..., V] from hidden [..., D]; of the whole (padded) vocabulary. `head` is that of `head()`, which a
+        caller with many pieces asks for once."""
+        head = self.head() if head is None else head
+        return linear(hidden.astype(self.dtype), head, preferred_element_type=jnp.float32)
 
 
 def _remat(layer, policy: str):

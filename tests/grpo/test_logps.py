@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from envace_jax.grpo import token_logps
+from launch.hlo import collectives
 from models.qwen3 import Qwen3, Qwen3Config
+from models.qwen3.sharding import make_mesh, shard_model
 
 VOCAB, WIDTH = 11, 6
 
@@ -27,8 +31,11 @@ class Bigram:
             hidden = jnp.where((segments != 0)[..., None], hidden, jnp.nan)
         return hidden, None
 
-    def logits(self, hidden):
-        return hidden @ self.table
+    def head(self):
+        return self.table
+
+    def logits(self, hidden, head):
+        return hidden @ head
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +123,9 @@ def test_the_head_meets_as_many_pieces_as_the_fullest_row_needs(table):
     seen = []
 
     class Counting(Bigram):
-        def logits(self, hidden):
+        def logits(self, hidden, head):
             jax.debug.callback(lambda: seen.append(hidden.shape))
-            return super().logits(hidden)
+            return super().logits(hidden, head)
 
     needed = np.zeros((2, 20), bool)
     needed[0, 3::3], needed[1, [5, 19]] = True, True
@@ -142,14 +149,17 @@ def test_neither_pass_holds_the_logits_of_all_positions():
     tokens = jnp.zeros((batch, length), jnp.int32)
 
     class Head:
-        def __init__(self, head):
-            self.head = head
+        def __init__(self, table):
+            self.table = table
 
         def __call__(self, tokens, positions, segments):
-            return jnp.ones((*tokens.shape, size)) * self.head[0], None
+            return jnp.ones((*tokens.shape, size)) * self.table[0], None
 
-        def logits(self, hidden):
-            return hidden @ self.head.T
+        def head(self):
+            return self.table
+
+        def logits(self, hidden, head):
+            return hidden @ head.T
 
     def loss(head):
         return sum(jnp.sum(x) for x in token_logps(Head(head), tokens, chunk=chunk, with_entropy=True))
@@ -204,3 +214,39 @@ def test_qwen3_packed_into_a_row_scores_as_it_does_alone():
     np.testing.assert_allclose(logps, [expected], atol=1e-5)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 2), (4, 1, 2)])
+def test_on_a_mesh_values_are_the_same_and_the_head_moves_once(sizes):
+    """A gradient that went round after every piece would grow with their number, and be larger than a piece."""
+    mesh = make_mesh(*sizes)
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    plain = Qwen3(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 1000, (4, 32)).astype(np.int32)
+    needed = rng.random((4, 32)) < np.array([[0.0], [0.2], [0.5], [0.9]])
+
+    def loss(model, tokens, needed):
+        logps, entropy = token_logps(model, tokens, needed=needed, vocab_size=1000, with_entropy=True, chunk=4)
+        return jnp.sum(logps * jnp.arange(32)) + jnp.sum(entropy**2)
+
+    gradient = nnx.jit(nnx.value_and_grad(loss))
+    want = gradient(plain, tokens, needed)
+    place = NamedSharding(mesh, P(("data", "fsdp")))
+    placed = (shard_model(plain, mesh), jax.device_put(tokens, place), jax.device_put(needed, place))
+    for found, expected in zip(jax.tree.leaves(gradient(*placed)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-4)
+
+    text = gradient.lower(*placed).compile().as_text()
+    once, twice = (sum(kind.bytes for kind in collectives(text, (n,)).values()) for n in (1, 2))
+    piece, head = 4 * config.hidden_size * 4, config.vocab_size // 2 * config.hidden_size * 4
+    assert twice - once <= 4 * piece < head / 4

@@ -71,7 +71,7 @@ def test_collectives_that_cannot_be_read_are_said_to_be_unknown():
         def as_text(self):
             raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: async-update instruction")
 
-    assert _read_collectives(Unreadable(), 1) is None
+    assert _read_collectives(Unreadable(), ()) is None
     train = Program("train", 3 * 10**9, 0, 9 * 10**9, 0, 0, None)
     unread = report(programs=(train, Program("decode", 1, 0, 1, 0, 0, {})))
     assert unread.to_dict()["collectives"] is None and unread.fits

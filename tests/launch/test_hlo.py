@@ -48,8 +48,13 @@ ENTRY %main.1 (p: (s32[], bf16[64,8]), x: f32[16]) -> f32[2] {
 
 
 def test_a_loop_multiplies_by_its_trips():
-    found = collectives(MODULE, unknown_trips=2)
+    found = collectives(MODULE, unknown_trips=(2,))
     assert found["all-gather"] == Collective(count=2 * 36, bytes=2 * 36 * 512 * 8 * 2)
+
+
+def test_loops_of_unknown_length_are_told_apart_by_how_deep_they_lie():
+    found = collectives(MODULE.replace(', backend_config={"known_trip_count":{"n":"36"}}', ""), unknown_trips=(2, 5))
+    assert found["all-gather"].count == 2 * 5
 
 
 def test_a_loop_of_unknown_length_counts_once_by_default():
