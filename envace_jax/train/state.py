@@ -30,6 +30,7 @@ from envace_jax.train.optim import named
 from models.qwen3 import sharding
 
 Batch = TypeVar("Batch")
+Tree = TypeVar("Tree")
 # loss_sums(params, micro-batch) -> numerator, denominator, metrics as (sum, weight) pairs or totals; all of them add.
 LossSums = Callable[[nnx.State, Any], tuple[jax.Array, jax.Array, dict[str, Any]]]
 Metrics = dict[str, jax.Array]
@@ -167,19 +168,21 @@ def make_step(
             return jax.tree.map(jnp.add, total, sums(_at(batch, i)))
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, _at(batch, 0)))
-        gradient, denominator, metrics = jax.lax.fori_loop(0, used, add, zeros)
+        if len(jax.tree.leaves(batch)[0]) == 1:  # nothing to add up
+            gradient, denominator, metrics = jax.lax.cond(used > 0, lambda: sums(_at(batch, 0)), lambda: zeros)
+        else:
+            gradient, denominator, metrics = jax.lax.fori_loop(0, used, add, zeros)
         gradient = jax.tree.map(lambda g: safe_divide(g, denominator), gradient)
         norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(norm)
 
+        # Nothing to learn is no reason to drift along the old moments.
+        moves = finite & (used > 0)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        params, opt_state = jax.tree.map(
-            # Nothing to learn is no reason to drift along the old moments.
-            lambda new, old: jnp.where(finite & (used > 0), new, old),
-            (params, opt_state),
-            (state.params, state.opt_state),
-        )
+        params = _where(moves, optax.apply_updates(state.params, updates), state.params)
+        if jax.default_backend() == "cpu":
+            moves = _known_after(params, moves)
+        opt_state = _where(moves, opt_state, state.opt_state)
         skipped = state.skipped + jnp.where(finite, 0, 1)
         state = TrainState(params, opt_state, state.step + advance, skipped)
         return state, {**finish_metrics(metrics), "grad/norm": norm, "train/skipped": skipped}
@@ -286,6 +289,23 @@ def make_update(
         return state, {**first, "train/skipped": metrics["train/skipped"]}
 
     return update
+
+
+def _where(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+
+
+def _known_after(tree: Any, condition: jax.Array) -> jax.Array:
+    """`condition`, as something that depends on every array of `tree`.
+
+    What is selected by it is then written after `tree` in the compiler's eyes: moments after the parameters that are
+    moved by them, all in place. XLA would otherwise copy every moment first (3 % of a step on a CPU; on a TPU it writes
+    all three in one pass).
+    """
+    for leaf in jax.tree.leaves(tree):
+        one = leaf[(0,) * leaf.ndim]
+        condition &= (one == one) | (one != one)  # true, and not even of a NaN does the compiler know it
+    return condition
 
 
 def _count(used: int | jax.Array) -> np.int32 | jax.Array:

@@ -28,6 +28,7 @@ from models.qwen3.sharding import batch_axes, check_divisible, constrain
 REMAT = ("none", "layer", "dots", "offload")
 _LAYER_INPUT = "layer_input"
 _FEW_ROWS = 128
+_LARGE = 2**17  # elements of a matrix; smaller ones keep the rounding, to the bit, of runs that were published
 
 
 def default_dtype() -> jnp.dtype:
@@ -51,8 +52,29 @@ def linear(x: jax.Array, w: jax.Array, preferred_element_type=None) -> jax.Array
         if 1 < rows <= _FEW_ROWS:
             columns = jax.lax.optimization_barrier(contract(w, flat, (((1,), (1,)), ((), ()))))
             return columns.T.reshape(*x.shape[:-1], w.shape[0])
-        return contract(flat, w, (((1,), (1,)), ((), ()))).reshape(*x.shape[:-1], w.shape[0])
+        tall = len(w) > w.shape[1] and w.size >= _LARGE and x.dtype == jnp.float32
+        product = _tall_product(flat, w) if tall else contract(flat, w, (((1,), (1,)), ((), ())))
+        return product.reshape(*x.shape[:-1], w.shape[0])
     return contract(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+@jax.custom_vjp
+def _tall_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [rows, in] times w [out, in] -> [rows, out] on a CPU, out > in.
+
+    The gradient of w is a sum over rows. XLA is faster where these lie along the rows of the left operand, so x is
+    transposed first, and the result back: 1.07 to 1.15 times as fast on two cores, transpositions included.
+    """
+    return x @ w.T
+
+
+def _tall_product_backward(operands: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = operands
+    barrier = jax.lax.optimization_barrier  # XLA would fold transpositions into the product
+    return gradient @ w, barrier(barrier(x.T) @ gradient).T
+
+
+_tall_product.defvjp(lambda x, w: (x @ w.T, (x, w)), _tall_product_backward)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

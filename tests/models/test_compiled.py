@@ -4,6 +4,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -94,3 +95,16 @@ def test_no_pass_holds_the_logits_of_all_positions():
 def test_the_weight_is_the_left_operand_for_few_rows(rows, kept):
     x, w = jax.ShapeDtypeStruct((rows, 64), jnp.float32), jax.ShapeDtypeStruct((96, 64), jnp.float32)
     assert (f"f32[96,{rows}]" in jax.jit(linear).lower(x, w).compile().as_text()) == kept
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the products of a CPU")
+@pytest.mark.parametrize("size, turned", [((1024, 128), True), ((1000, 128), False), ((128, 1024), False)])
+def test_the_gradient_of_a_tall_weight_is_made_the_other_way_round(size, turned):
+    """And is the same gradient."""
+    x, gradient = jax.random.normal(jax.random.key(0), (2, 100, size[1])), jnp.ones((2, 100, size[0]))
+    w = jax.random.normal(jax.random.key(1), size)
+    pull = jax.jit(lambda x, w: jax.vjp(linear, x, w)[1](gradient))
+    assert (f"f32[{size[1]},{size[0]}]" in pull.lower(x, w).compile().as_text()) == turned
+    of_x, of_w = pull(x, w)
+    np.testing.assert_allclose(of_x, gradient @ w, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(of_w, jnp.einsum("bti,bto->oi", x, gradient), rtol=1e-4, atol=1e-3)

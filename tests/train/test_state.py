@@ -1,6 +1,7 @@
 """One update is the whole batch's whatever the micro-batching, moves nothing on bad gradients, and lives on a mesh."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -98,14 +99,28 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(tiny_model, 
     assert any((value != before[0][name]).any() for name, value in host(state.params).items())
 
 
-def test_an_empty_batch_does_not_drift_along_the_moments(tiny_model, make_rows):
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_an_empty_batch_does_not_drift_along_the_moments(tiny_model, make_rows, micro_batch):
     graphdef, optimizer, state = start(tiny_model, TrainConfig(learning_rate=0.1))
     update = make_update(graphdef, optimizer, GRPOConfig())
-    state, _ = update(state, *place_batch(make_rows(2), 2))
+    state, _ = update(state, *place_batch(make_rows(2), micro_batch))
     before = host(state.params)
-    state, _ = update(state, *place_batch(make_rows(2), 2, trained=np.zeros(2, bool)))
+    state, metrics = update(state, *place_batch(make_rows(2), micro_batch, trained=np.zeros(2, bool)))
     jax.tree.map(np.testing.assert_array_equal, before, host(state.params))
-    assert int(state.step) == 2 and int(state.skipped) == 0
+    assert int(state.step) == 2 and int(state.skipped) == 0 and float(metrics["grad/norm"]) == 0
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how a CPU's program is ordered")
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_the_moments_change_in_place(tiny_model, make_rows, micro_batch):
+    graphdef, optimizer, state = start(tiny_model, TrainConfig())
+    update = make_update(graphdef, optimizer, GRPOConfig())
+    batch, used = place_batch(make_rows(2), micro_batch)
+    text = jax.jit(update, donate_argnums=0).lower(state, batch, jnp.int32(used)).compile().as_text()
+    moments = [line for line in text.splitlines() if re.search(r"parameter\(\d+\).*opt_state.*\.(mu|nu)", line)]
+    names = {line.split()[0] for line in moments}
+    assert len(names) == 2 * len(jax.tree.leaves(state.params))
+    assert not names & set(re.findall(r" copy\((%\S+)\)", text))
 
 
 def test_recomputed_old_logps_hold_the_policy_still_over_several_updates(tiny_model, make_rows):
