@@ -35,7 +35,7 @@ from envace_jax.train.optim import make_optimizer, named
 from envace_jax.train.state import abstract_state, data_shards, make_logps, make_update, state_shardings
 from launch.topology import Topology
 from models.qwen3 import KVCache, Qwen3, Qwen3Config
-from models.qwen3.sharding import LOGICAL_TO_MESH, MESH_AXES, PARAM_AXES, batch_axes, cache_spec
+from models.qwen3.sharding import LOGICAL_TO_MESH, PARAM_AXES, arrange, batch_axes, cache_spec
 
 TOKENIZER_IDS = 151_669  # that Qwen3's tokenizer has, of the 151,936 the released models have rows for
 _REPLICATED = P()
@@ -196,8 +196,7 @@ def topology_mesh(config: MeshConfig, topology: Topology) -> Mesh | None:
     sizes = mesh_sizes(config, topology)
     if topology.chips == 1:
         return None
-    auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices(topology))
+    return arrange(sizes, devices(topology))
 
 
 def mesh_sizes(config: MeshConfig, topology: Topology) -> tuple[int, int, int]:

@@ -48,8 +48,8 @@ def measure(config_path: Path, family: str) -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        if done.returncode not in (0, 1):
-            raise SystemExit(done.returncode)
+        if done.returncode not in (0, 1) or not done.stdout.strip():
+            raise SystemExit(f"{topology.name}: {' '.join(command)} ended with {done.returncode} and found nothing")
         found = json.loads(done.stdout.strip().splitlines()[-1])
         with MEASURED.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")

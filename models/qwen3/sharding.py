@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,8 +79,19 @@ def make_mesh(data: int = 1, fsdp: int = 1, tp: int = 1, devices: Sequence[jax.D
         )
     shape = tuple(sizes.values())
     if len(devices) == len(jax.devices()) and devices == list(jax.devices()):
-        return jax.make_mesh(shape, MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+        return arrange(shape, devices)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES)
+
+
+def arrange(shape: Sequence[int], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of this shape, with axes (data, fsdp, tp), over all `devices`: neighbours in the torus of a TPU slice are
+    neighbours in the mesh. Where no axes of the torus make one of the mesh (a tp of 4 on 8 x 8 chips), they are cut."""
+    auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+    try:
+        return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=devices)
+    except NotImplementedError:
+        cut = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(cut, MESH_AXES, axis_types=auto)
 
 
 def check_divisible(config: Qwen3Config, mesh: Mesh) -> None:

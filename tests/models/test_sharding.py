@@ -1,5 +1,6 @@
 """On eight simulated devices the model is laid out as the table says and computes the same."""
 
+import dataclasses
 import math
 
 import jax
@@ -94,6 +95,29 @@ def test_batches_too_small_for_the_mesh_are_not_split():
     assert sharding.batch_axes(mesh, 2) == ("data",)
     assert sharding.batch_axes(mesh, 1) is None
     assert sharding.batch_axes(sharding.make_mesh(1, 4, 2), 2) == ("data",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What jax asks of a TPU when it arranges a mesh."""
+
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    core_on_chip: int = 0
+    slice_index: int = 0
+    process_index: int = 0
+
+
+@pytest.mark.parametrize("shape, side", [((1, 4, 4), 4), ((1, 16, 4), 8), ((2, 8, 4), 8)])
+def test_a_mesh_over_a_torus_keeps_a_group_of_tp_together(shape, side):
+    """Also where no axis of the torus is as long as one of the mesh."""
+    chips = [Chip((x, y, 0)) for y in range(side) for x in range(side)]
+    mesh = sharding.arrange(shape, chips)
+    assert mesh.devices.shape == shape and set(mesh.devices.flat) == set(chips)
+    for group in mesh.devices.reshape(-1, shape[-1]):
+        spans = [np.ptp([chip.coords[axis] for chip in group]) for axis in range(2)]
+        assert max(spans) <= 3
 
 
 def test_one_mesh_size_may_be_left_open():
