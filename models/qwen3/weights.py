@@ -243,7 +243,9 @@ def _load_parameter(name: str, shape, dtype, place: NamedSharding | None, tensor
     piece = None if place is None else NamedSharding(place.mesh, P(*place.spec[1:]))
     stacked = _zeros(shape, jnp.dtype(dtype), place)
     for layer in range(shape[0]):
-        stacked = _set_layer(place)(stacked, layer, _put(tensors[pattern.format(layer=layer)], piece))
+        value = _put(tensors[pattern.format(layer=layer)], piece)
+        # One is read while another is set; without waiting, all that were read would queue up.
+        stacked = _set_layer(place)(stacked.block_until_ready(), layer, value)
     return stacked
 
 
@@ -253,7 +255,8 @@ def _load_table(shape, dtype, tensor) -> jax.Array:
     rows = max(1, _PART // (np.dtype(np.float32).itemsize * shape[1]))
     for start in range(0, shape[0], rows):
         end = min(start + rows, shape[0])
-        table = _set_rows(table, start, jnp.asarray(tensor[start:end]))
+        value = jnp.asarray(tensor[start:end])
+        table = _set_rows(table.block_until_ready(), start, value)
     return table
 
 
