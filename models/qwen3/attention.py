@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from models.qwen3 import sharding
@@ -16,7 +17,7 @@ from models.qwen3 import sharding
 IMPLEMENTATIONS = ("auto", "xla", "splash", "cudnn")
 _BLOCK = 128  # queries at a time on a CPU
 _PIECES = 4  # of a batch, on a CPU
-ATTENDED = "attended"  # the name of what attention comes to, for policies of `jax.checkpoint`
+ATTENDED = "attended"
 LANES = 128  # of a TPU register: splash attention wants block and head sizes in multiples of it
 _LONG = 4096  # tokens of a row beyond which the scores of all its queries are more than one wants to hold
 _SCORES = 2**25  # of one row over a cache that are held at a time: 128 MB
@@ -54,14 +55,22 @@ def self_attention(
 
     q [B, T, H, Dh], k and v [B, T, Hkv, Dh], segments int32[B, T] or None (one segment a row) -> [B, T, H, Dh].
     `block` is how many queries and keys splash attention takes at a time; a row that it does not divide is padded.
+    What a policy of `jax.checkpoint` may keep has the name `ATTENDED`: the result, and splash attention's normalisers.
     """
-    length, head_dim = q.shape[1], q.shape[3]
-    kernel = choose(implementation, length=length, head_dim=head_dim, dtype=q.dtype)
+    kernel = choose(implementation, length=q.shape[1], head_dim=q.shape[3], dtype=q.dtype)
     if kernel == "splash":
         return _splash(q, k, v, segments, mesh, block)
-    if kernel == "cudnn":
-        mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    out = _cudnn(q, k, v, segments) if kernel == "cudnn" else _xla_rows(q, k, v, segments, mesh)
+    return checkpoint_name(out, ATTENDED)
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+
+
+def _xla_rows(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, mesh: Mesh | None) -> jax.Array:
+    length = q.shape[1]
     if length > _LONG:
         return _xla_in_turn(q, k, v, segments)
     if jax.default_backend() == "cpu" and length % _BLOCK == 0:
@@ -206,7 +215,7 @@ def _splash_kernel(heads: int, length: int, block: int, interpret: bool):
     )
     mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
     make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1, interpret=interpret)
-    return make(mask=mask, block_sizes=sizes)
+    return make(mask=mask, block_sizes=sizes, residual_checkpoint_name=ATTENDED)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -266,7 +266,7 @@ class Qwen3(nnx.Module):
         v = heads("v_proj", config.num_key_value_heads, "kv_heads")
         q = rope(rms_norm(q, w["q_norm"], config.rms_norm_eps), *angles)
         k = rope(rms_norm(k, w["k_norm"], config.rms_norm_eps), *angles)
-        out = checkpoint_name(attend(q, k, v).reshape(batch, length, -1).astype(x.dtype), ATTENDED)
+        out = attend(q, k, v).reshape(batch, length, -1).astype(x.dtype)
         x = x + constrain(linear(out, w["o_proj"]), mesh, "batch", "length", "hidden")
 
         h = rms_norm(x, w["post_attention_layernorm"], config.rms_norm_eps)

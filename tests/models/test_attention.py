@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 
 from models.qwen3 import attention
+from models.qwen3.modeling import _remat
 from models.qwen3.sharding import make_mesh
 
 
@@ -114,6 +116,18 @@ def test_gradients_of_splash_are_those_of_xla():
     found = gradient(lambda q, k, v: attention._splash(q, k, v, segments, None, 128, interpret=True))
     expected = gradient(lambda q, k, v: attention.self_attention(q, k, v, segments, implementation="xla"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
+
+
+@pytest.mark.parametrize("policy, kernels", [("layer", 4), ("dots", 3)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_splash_keeps_under_dots_is_not_computed_again(policy, kernels, sharded):
+    """Forward, perhaps once more, and two kernels of the backward pass."""
+    q, k, v = inputs(2, 128, 2, 2, 128)
+    mesh = make_mesh(data=2, tp=2, devices=jax.devices()[:4]) if sharded else None
+    attend = _remat(lambda q: attention._splash(q, k, v, None, mesh, 128, interpret=True), policy)
+    program = jax.make_jaxpr(jax.grad(lambda q: (attend(q) ** 2).sum()))(q).jaxpr
+    used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    assert str(used).count("pallas_call[") == kernels
 
 
 _ON_GPU = """
