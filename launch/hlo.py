@@ -1,8 +1,8 @@
 """Which collectives a compiled program runs, and how many bytes they make, from its text.
 
 The body of a loop stands in the text once, however often it runs. So the computations are walked from the entry with a
-count: a loop multiplies by the number of trips that the compiler knows, and by those that the caller gives where it
-does not (a traced bound).
+count: a loop multiplies by the number of trips that its text tells, and by those that the caller gives where the bound
+is traced.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][a-z0-9\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+[0-9]*(?:e\dm\d\w*)?)\[([\d,]*)\]")
-_CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+# Of a condition, where the compiler has left that note out, as that of TPUs does: `compare(%i, %last), direction=LT`.
+_CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_LIMIT = re.compile(r"^\s+ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ def collectives(text: str, unknown_trips: Sequence[int] = ()) -> dict[str, Colle
         unknown_trips: how often loops run whose count the compiler does not know: the outermost, those within it, and
             so on. Deeper ones count once.
     """
-    computations, entry = _computations(text)
+    computations, limits, entry = _computations(text)
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 
     def walk(name: str, times: int, unknown: Sequence[int], inside: tuple[str, ...]) -> None:
@@ -52,6 +55,7 @@ def collectives(text: str, unknown_trips: Sequence[int] = ()) -> dict[str, Colle
             for callee, trips in callees:
                 if callee in inside:  # a module has no recursion; a malformed text must not hang
                     continue
+                trips = limits.get(trips) if isinstance(trips, str) else trips
                 if trips is None:
                     walk(callee, times * (unknown[0] if unknown else 1), unknown[1:], (*inside, callee))
                 else:
@@ -67,22 +71,31 @@ def shape_bytes(shape: str) -> int:
     return max((_array_bytes(kind, dims) for kind, dims in _SHAPE.findall(shape)), default=0)
 
 
-_Instruction = tuple[str | None, int, list[tuple[str, int | None]]]  # kind, bytes, (called, trips)
+# Kind, bytes, and what it calls: how often, or the condition that says so.
+_Instruction = tuple[str | None, int, list[tuple[str, int | str]]]
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], dict[str, int], str | None]:
+    """By name: the instructions of each computation that matter, and the limits of those that are conditions of loops
+    counting from 0, as all of JAX's do; and which is the entry."""
     found: dict[str, list[_Instruction]] = {}
+    limits: dict[str, int] = {}
+    constants: dict[str, int] = {}
     entry = name = None
     for line in text.splitlines():
         if head := _HEAD.match(line):
             name = head[2]
-            found[name] = []
+            found[name], constants = [], {}
             entry = name if head[1] else entry
+        elif constant := _CONSTANT.match(line):
+            constants[constant[1]] = int(constant[2])
+        elif name is not None and (limit := _LIMIT.match(line)) and limit[1] in constants:
+            limits[name] = constants[limit[1]]
         elif name is not None and (instruction := _INSTRUCTION.match(line)):
             parsed = _parse(line, instruction[1], instruction[2])
             if parsed[0] is not None or parsed[2]:
                 found[name].append(parsed)
-    return found, entry
+    return found, limits, entry
 
 
 def _parse(line: str, shape: str, operation: str) -> _Instruction:
@@ -90,15 +103,12 @@ def _parse(line: str, shape: str, operation: str) -> _Instruction:
         return None, 0, []  # counted at its start
     kind = operation.removesuffix("-start")
     kind = kind if kind in KINDS else None
-    callees: list[tuple[str, int | None]] = []
-    for role, callee in _CALLED.findall(line):
-        if kind is not None and role == "to_apply":
-            continue  # the sum of a reduction
-        trips = 1
-        if operation == "while":
-            known = _TRIPS.search(line)
-            trips = int(known[1]) if known else None
-        callees.append((callee, trips))
+    called = [(role, name) for role, name in _CALLED.findall(line) if kind is None or role != "to_apply"]  # its sum
+    trips: int | str = 1
+    if operation == "while":
+        known = _TRIPS.search(line)
+        trips = int(known[1]) if known else dict(called)["condition"]
+    callees = [(name, trips) for _, name in called]
     for group in _BRANCHES.findall(line):
         callees += [(callee.strip().lstrip("%"), 1) for callee in group.split(",") if callee.strip()]
     size = 0 if kind is None else shape_bytes(shape)

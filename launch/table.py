@@ -90,8 +90,10 @@ def _meshes(config: Config, topology: Topology) -> list[tuple[int, int, int]]:
 
 
 def read(path: Path = MEASURED) -> list[dict[str, Any]]:
-    """All that was compiled."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    """What was compiled: of a model on a slice and mesh, the last time."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found = [json.loads(line) for line in lines]
+    return list({(each["model"], each["topology"], *each["mesh"].values()): each for each in found}.values())
 
 
 def table(found: Iterable[dict[str, Any]]) -> str:

@@ -61,6 +61,32 @@ def test_a_loop_of_unknown_length_counts_once_by_default():
     assert collectives(MODULE)["all-gather"].count == 36
 
 
+def test_a_loop_is_as_long_as_its_condition_says():
+    """Without the compiler's note; the outer loop compares with something that is no constant."""
+    module = MODULE.replace(', backend_config={"known_trip_count":{"n":"36"}}', "").replace(
+        "condition=%more, body=%layer", "condition=%below, body=%layer"
+    )
+    condition = """
+%below (p: (s32[], bf16[64,8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(28)
+  %p = (s32[], bf16[64,8]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT, metadata={op_name="while/cond/lt"}
+}
+"""
+    assert (
+        collectives(module.replace("%exchange (", condition + "\n%exchange (", 1), (2,))["all-gather"].count == 2 * 28
+    )
+
+
+def test_both_branches_are_counted():
+    swap = "%fused = f32[16]{0} fusion(%x), kind=kCustom, calls=%exchange"
+    for named in ("true_computation=%exchange, false_computation=%other", "branch_computations={%exchange, %other}"):
+        branches = f"%fused = f32[16]{{0}} conditional(%is, %x, %x), {named}"
+        assert swap in MODULE
+        assert collectives(MODULE.replace(swap, branches))["all-to-all"].count == 1
+
+
 def test_an_asynchronous_pair_counts_once():
     assert collectives(MODULE)["all-reduce"] == Collective(count=1, bytes=16 * 4)
 

@@ -1,8 +1,10 @@
 """The table of docs/tpu.md is made from what was compiled, by a script."""
 
+import json
+
 import pytest
 
-from launch.table import BEGIN, END, bounds, content, insert, table
+from launch.table import BEGIN, END, bounds, content, insert, read, table
 
 
 def found(model, topology, chips, fits, peak=12e9):
@@ -51,6 +53,15 @@ def test_rows_are_ordered_by_the_size_of_the_model():
     measured = [found(f"qwen3-{size}", "v5e:4x4", 16, fits=True) for size in ("14b", "8b", "1.7b", "32b")]
     order = [line.split("|")[1].strip() for line in table(measured).splitlines()[2:]]
     assert order == ["qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b"]
+
+
+def test_what_was_compiled_again_counts_as_it_was_then(tmp_path):
+    file = tmp_path / "measured.jsonl"
+    assert read(file) == []
+    before, other = found("qwen3-8b", "v5e:4x4", 16, fits=True), found("qwen3-8b", "v5e:4x8", 32, fits=True)
+    again = {**before, "peak_bytes": 13e9}
+    file.write_text("".join(json.dumps(each) + "\n" for each in (before, other, again)))
+    assert sorted(read(file), key=lambda each: each["chips"]) == [again, other]
 
 
 def test_where_none_was_found_to_fit_the_row_says_so():
