@@ -23,7 +23,7 @@ _CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_c
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 # Of a condition, where the compiler has left that note out, as that of TPUs does: `compare(%i, %last), direction=LT`.
-_CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
 _LIMIT = re.compile(r"^\s+ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 

@@ -68,7 +68,7 @@ def test_a_loop_is_as_long_as_its_condition_says():
     )
     condition = """
 %below (p: (s32[], bf16[64,8])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(28)
+  %limit = u32[]{:T(128)} constant(28)
   %p = (s32[], bf16[64,8]{1,0}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%p), index=0
   ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT, metadata={op_name="while/cond/lt"}
