@@ -12,6 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all-to-all")
 
@@ -22,6 +23,7 @@ _SHAPE = re.compile(r"\b([a-z]+[0-9]*(?:e\dm\d\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_CHANNEL, _IN_PARTS = re.compile(r"channel_id=(\d+)"), '"async_collective_fusion_config"'
 # Of a condition, where the compiler has left that note out, as that of TPUs does: `compare(%i, %last), direction=LT`.
 _CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
 _LIMIT = re.compile(r"^\s+ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
@@ -47,12 +49,15 @@ def collectives(text: str, unknown_trips: Sequence[int] = ()) -> dict[str, Colle
     computations, limits, entry = _computations(text)
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 
+    channels: set[str] = set()
+
     def walk(name: str, times: int, unknown: Sequence[int], inside: tuple[str, ...]) -> None:
-        for kind, size, callees in computations.get(name, ()):
-            if kind is not None:
-                counts[kind][0] += times
-                counts[kind][1] += times * size
-            for callee, trips in callees:
+        for instruction in computations.get(name, ()):
+            if instruction.kind is not None and instruction.channel not in channels:
+                counts[instruction.kind][0] += times
+                counts[instruction.kind][1] += times * instruction.size
+                channels.update({instruction.channel} - {None})
+            for callee, trips in instruction.calls:
                 if callee in inside:  # a module has no recursion; a malformed text must not hang
                     continue
                 trips = limits.get(trips) if isinstance(trips, str) else trips
@@ -71,8 +76,11 @@ def shape_bytes(shape: str) -> int:
     return max((_array_bytes(kind, dims) for kind, dims in _SHAPE.findall(shape)), default=0)
 
 
-# Kind, bytes, and what it calls: how often, or the condition that says so.
-_Instruction = tuple[str | None, int, list[tuple[str, int | str]]]
+class _Instruction(NamedTuple):
+    kind: str | None  # of collective
+    size: int
+    channel: str | None  # of one that stands there in parts, each in the product that it overlaps with
+    calls: list[tuple[str, int | str]]  # which computations: how often, or the condition that says so
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], dict[str, int], str | None]:
@@ -93,14 +101,14 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], dict[str, i
             limits[name] = constants[limit[1]]
         elif name is not None and (instruction := _INSTRUCTION.match(line)):
             parsed = _parse(line, instruction[1], instruction[2])
-            if parsed[0] is not None or parsed[2]:
+            if parsed.kind is not None or parsed.calls:
                 found[name].append(parsed)
     return found, limits, entry
 
 
 def _parse(line: str, shape: str, operation: str) -> _Instruction:
     if operation.endswith(("-done", "-update")):
-        return None, 0, []  # counted at its start
+        return _Instruction(None, 0, None, [])  # counted at its start
     kind = operation.removesuffix("-start")
     kind = kind if kind in KINDS else None
     called = [(role, name) for role, name in _CALLED.findall(line) if kind is None or role != "to_apply"]  # its sum
@@ -108,15 +116,21 @@ def _parse(line: str, shape: str, operation: str) -> _Instruction:
     if operation == "while":
         known = _TRIPS.search(line)
         trips = int(known[1]) if known else dict(called)["condition"]
-    callees = [(name, trips) for _, name in called]
+    calls = [(name, trips) for _, name in called]
     for group in _BRANCHES.findall(line):
-        callees += [(callee.strip().lstrip("%"), 1) for callee in group.split(",") if callee.strip()]
+        calls += [(name.strip().lstrip("%"), 1) for name in group.split(",") if name.strip()]
     size = 0 if kind is None else shape_bytes(shape)
-    return kind, size * _group_size(line) if kind == "reduce-scatter" else size, callees
+    size = size * _group_size(line) if kind == "reduce-scatter" else size
+    channel = _CHANNEL.search(line)
+    return _Instruction(kind, size, channel[1] if channel and _IN_PARTS in line else None, calls)
 
 
 def _group_size(line: str) -> int:
-    """Chips of one group: `replica_groups=[4,8]<=[32]` has 4 groups of 8, `{{0,1},{2,3}}` two of 2."""
+    """Chips of one group: `replica_groups=[4,8]<=[32]` has 4 groups of 8, `{{0,1},{2,3}}` two of 2, and
+    `mesh['a'=4,'b'=8] {'b'}` 4 of 8."""
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(axis.split("=") for axis in match[1].split(","))
+        return math.prod(int(sizes[axis.strip()]) for axis in match[2].split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(match[1])
     match = re.search(r"replica_groups=\{\{([\d,]*)\}", line)

@@ -1,5 +1,7 @@
 """Collectives are counted from the text of a compiled program, loops multiplied out."""
 
+import pytest
+
 from launch.hlo import Collective, collectives, shape_bytes
 
 # In the form of a compiled module for eight chips: a loop of known count around an all-gather, within a loop of
@@ -97,6 +99,22 @@ def test_a_reduce_scatter_counts_what_goes_in():
 
 def test_fusions_are_looked_into():
     assert collectives(MODULE)["all-to-all"] == Collective(count=1, bytes=16 * 4)
+
+
+def test_what_stands_there_in_parts_counts_once():
+    """As the TPU compiler writes a gather that goes on during products: each part is a whole one by its shape."""
+    line = next(line for line in MODULE.splitlines() if "all-gather(" in line)
+    part = line + ', backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
+    other = part.replace("%whole", "%more_of_it").replace("channel_id=1", "channel_id=7")
+    parts = "\n".join([part, part.replace("%whole", "%rest"), other])
+    assert collectives(MODULE.replace(line, parts))["all-gather"].count == 2 * 36
+
+
+@pytest.mark.parametrize("groups", ["[1,8]<=[8]", "{{0,1,2,3,4,5,6,7}}", "mesh['a'=4,'b'=2] {'a','b'}"])
+def test_a_group_is_read_however_it_is_written(groups):
+    line = next(line for line in MODULE.splitlines() if "reduce-scatter(" in line)
+    module = MODULE.replace(line, line.replace("[1,8]<=[8]", groups))
+    assert collectives(module)["reduce-scatter"] == Collective(count=1, bytes=16 * 4)
 
 
 def test_nothing_else_is_counted():
