@@ -56,7 +56,8 @@ def collectives(text: str, unknown_trips: Sequence[int] = ()) -> dict[str, Colle
             if instruction.kind is not None and instruction.channel not in channels:
                 counts[instruction.kind][0] += times
                 counts[instruction.kind][1] += times * instruction.size
-                channels.update({instruction.channel} - {None})
+                if instruction.channel is not None:
+                    channels.add(instruction.channel)
             for callee, trips in instruction.calls:
                 if callee in inside:  # a module has no recursion; a malformed text must not hang
                     continue
