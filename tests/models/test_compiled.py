@@ -108,3 +108,17 @@ def test_the_gradient_of_a_tall_weight_is_made_the_other_way_round(size, turned)
     of_x, of_w = pull(x, w)
     np.testing.assert_allclose(of_x, gradient @ w, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(of_w, jnp.einsum("bti,bto->oi", x, gradient), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_few_rows_is_that_of_the_plain_product(dtype):
+    x, w = (jax.random.normal(jax.random.key(i), size, dtype) for i, size in enumerate([(2, 8, 64), (96, 64)]))
+    gradient = jnp.ones((2, 8, 96), jnp.float32)
+    found, pull = jax.vjp(lambda x, w: linear(x, w, preferred_element_type=jnp.float32), x, w)
+    of_x, of_w = pull(gradient)
+    assert (found.dtype, of_x.dtype, of_w.dtype) == (jnp.float32, x.dtype, w.dtype)
+    precision = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    np.testing.assert_allclose(found, x @ w.T, **precision)
+    np.testing.assert_allclose(of_x.astype(jnp.float32), gradient @ w, **precision)
+    np.testing.assert_allclose(of_w.astype(jnp.float32), jnp.einsum("bti,bto->oi", x, gradient), **precision)
