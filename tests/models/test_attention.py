@@ -130,8 +130,8 @@ def test_what_splash_keeps_under_dots_is_not_computed_again(policy, kernels, sha
     """Forward, perhaps once more, and two kernels of the backward pass."""
     q, k, v = inputs(2, 128, 2, 2, 128)
     mesh = make_mesh(data=2, tp=2, devices=jax.devices()[:4]) if sharded else None
-    attend = _remat(lambda q: attention._splash(q, k, v, None, mesh, 128, interpret=True), policy)
-    program = jax.make_jaxpr(jax.grad(lambda q: (attend(q) ** 2).sum()))(q).jaxpr
+    attend = _remat(lambda q, k, v: attention._splash(q, k, v, None, mesh, 128, interpret=True), policy)
+    program = jax.make_jaxpr(jax.grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2)))(q, k, v).jaxpr
     used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     assert count_kernels(used) == kernels
 
