@@ -9,9 +9,9 @@ In `DIR`, which needs three times the model's size on disk, a Hugging Face direc
     export    `envace export`, back into a directory, which must be the same byte for byte
 
 each run in a process of its own. One JSON line for each model: the seconds that each took, the most anonymous memory
-in GB (pages of mapped files left out), and of `load` also what it took above its parameters and the
-process before, as a multiple of the largest tensor as it is stored (`above_per_largest`; the aim is at most 1.3).
-Status 1 where bytes differ or that aim is missed.
+in GB (pages of mapped files left out), and of `load` also what it took above its parameters and the process before, as
+a multiple of the largest tensor as it is stored (`above_per_largest`; the aim is at most 1.3). Status 1 where bytes
+differ or that aim is missed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ AIM = 1.3
 LOAD = """
 import sys, jax
 from flax import nnx
+from bench.convert import anonymous
 from models.qwen3 import load_hf
 jax.devices()
-print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0], flush=True)
+print(anonymous("self"), flush=True)
 model = load_hf(sys.argv[1])
 print(sum(x.nbytes for x in jax.tree.leaves(nnx.state(model))))
 """
@@ -58,7 +59,7 @@ def watched(command: list[str]) -> tuple[dict[str, float], list[str]]:
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     most = 0
     while process.poll() is None:
-        most = max(most, _anonymous(process.pid))
+        most = max(most, anonymous(process.pid))
         time.sleep(0.01)
     lines = process.stdout.read().splitlines()
     if process.returncode:
@@ -66,7 +67,8 @@ def watched(command: list[str]) -> tuple[dict[str, float], list[str]]:
     return {"wall_s": round(time.perf_counter() - began, 1), "peak_gb": round(most / 1e9, 2)}, lines
 
 
-def _anonymous(pid: int) -> int:
+def anonymous(pid: int | str) -> int:
+    """Bytes of anonymous memory of a process; 0 when it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has just ended
@@ -84,7 +86,7 @@ def convert(name: str, work: Path) -> dict[str, Any]:
 
     load, (before, kept) = watched([sys.executable, "-c", LOAD, str(source)])
     largest = 2 * config.vocab_size * config.hidden_size
-    above = load["peak_gb"] - int(kept) / 1e9 - 1024 * int(before) / 1e9
+    above = load["peak_gb"] - int(kept) / 1e9 - int(before) / 1e9
     load |= {"kept_gb": round(int(kept) / 1e9, 2), "above_per_largest": round(above / (largest / 1e9), 2)}
     command = [sys.executable, "-m", "envace_jax.cli"]
     imported, _ = watched([*command, "import", str(source), str(checkpoint)])

@@ -48,7 +48,6 @@ def collectives(text: str, unknown_trips: Sequence[int] = ()) -> dict[str, Colle
     """
     computations, limits, entry = _computations(text)
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-
     channels: set[str] = set()
 
     def walk(name: str, times: int, unknown: Sequence[int], inside: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """Log-probabilities of given tokens: whose they are, how they are normalised, and that no [B, T, V] is ever made."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ from envace_jax.grpo import token_logps
 from launch.hlo import collectives
 from models.qwen3 import Qwen3, Qwen3Config
 from models.qwen3.sharding import make_mesh, shard_model
+from tests.tiny import tiny_config
 
 VOCAB, WIDTH = 11, 6
 
@@ -220,16 +222,7 @@ def test_qwen3_packed_into_a_row_scores_as_it_does_alone():
 def test_on_a_mesh_values_are_the_same_and_the_head_moves_once(sizes):
     """A gradient that went round after every piece would grow with their number, and be larger than a piece."""
     mesh = make_mesh(*sizes)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
+    config = dataclasses.replace(tiny_config(), vocab_size=1024, num_hidden_layers=1)
     plain = Qwen3(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 1000, (4, 32)).astype(np.int32)
