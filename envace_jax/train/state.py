@@ -178,11 +178,18 @@ def make_step(
 
         # Nothing to learn is no reason to drift along the old moments.
         moves = finite & (used > 0)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = _where(moves, optax.apply_updates(state.params, updates), state.params)
+
+        def move() -> tuple[nnx.State, Any]:
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+            return optax.apply_updates(state.params, updates), opt_state
+
+        old = state.params, state.opt_state
         if jax.default_backend() == "cpu":
-            moves = _known_after(params, moves)
-        opt_state = _where(moves, opt_state, state.opt_state)
+            # A branch changes the moments in place. Selected, they would be copied first, and written in a pass of
+            # their own: 4 % of a step on a CPU. On a TPU a selection costs nothing.
+            params, opt_state = jax.lax.cond(moves, move, lambda: old)
+        else:
+            params, opt_state = _where(moves, move(), old)
         skipped = state.skipped + jnp.where(finite, 0, 1)
         state = TrainState(params, opt_state, state.step + advance, skipped)
         return state, {**finish_metrics(metrics), "grad/norm": norm, "train/skipped": skipped}
@@ -293,19 +300,6 @@ def make_update(
 
 def _where(condition: jax.Array, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
-
-
-def _known_after(tree: Any, condition: jax.Array) -> jax.Array:
-    """`condition`, as something that depends on every array of `tree`.
-
-    What is selected by it is then written after `tree` in the compiler's eyes: moments after the parameters that are
-    moved by them, all in place. XLA would otherwise copy every moment first (3 % of a step on a CPU; on a TPU it writes
-    all three in one pass).
-    """
-    for leaf in jax.tree.leaves(tree):
-        one = leaf[(0,) * leaf.ndim]
-        condition &= (one == one) | (one != one)  # true, and not even of a NaN does the compiler know it
-    return condition
 
 
 def _count(used: int | jax.Array) -> np.int32 | jax.Array:

@@ -121,6 +121,10 @@ def test_the_moments_change_in_place(tiny_model, make_rows, micro_batch):
     names = {line.split()[0] for line in moments}
     assert len(names) == 2 * len(jax.tree.leaves(state.params))
     assert not names & set(re.findall(r" copy\((%\S+)\)", text))
+    # Nor in a branch, whose operands have other names there.
+    branches = [name for pair in re.findall(r"branch_computations=\{(%\S+), (%\S+)\}", text) for name in pair]
+    bodies = [re.search(rf"\n{re.escape(name)} \(.*?\n}}", text, re.S)[0] for name in branches]
+    assert bodies and not any(re.search(r"f32\[\d.* copy\(%get-tuple-element", body) for body in bodies)
 
 
 def test_recomputed_old_logps_hold_the_policy_still_over_several_updates(tiny_model, make_rows):
