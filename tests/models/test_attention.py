@@ -43,12 +43,57 @@ def causal(batch, length, segments=None):
     return mask if segments is None else mask & (segments[:, :, None] == segments[:, None, :])
 
 
+def used_program(attend, arrays):
+    """What the gradients of attention are computed by."""
+    program = jax.make_jaxpr(jax.grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays).jaxpr
+    return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[0]
+
+
+def count(jaxpr, primitive: str) -> int:
+    inner = [jaxpr for equation in jaxpr.eqns for jaxpr in jaxprs_in_params(equation.params)]
+    return sum(e.primitive.name == primitive for e in jaxpr.eqns) + sum(count(x, primitive) for x in inner)
+
+
 def test_self_attention_is_causal_within_segments():
     q, k, v = inputs(2, 6, 4, 2, 8)
     segments = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
     out = attention.self_attention(q, k, v, jnp.asarray(segments))
     np.testing.assert_allclose(out, plain(q, k, v, causal(2, 6, segments)), atol=1e-5)
     np.testing.assert_allclose(attention.self_attention(q, k, v), plain(q, k, v, causal(2, 6)), atol=1e-5)
+
+
+@pytest.mark.parametrize("rows, length, segmented", [(3, 384, True), (2, 256, False)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_heads_in_blocks_equal_the_plain_formula(rows, length, segmented, dtype):
+    """Values and gradients, which the backward pass makes from the result; padding gets finite ones."""
+    arrays = [jnp.asarray(x, dtype) for x in inputs(rows, length, 4, 2, 64)]
+    segments = jnp.asarray(np.repeat([[1, 2, 0]], length // 3, 1).repeat(rows, 0)) if segmented else None
+    mask = jnp.asarray(causal(rows, length, None if segments is None else np.asarray(segments)))
+    weights = np.random.default_rng(1).normal(size=arrays[0].shape).astype(np.float32)
+
+    def run(attend):
+        def loss(*arrays):
+            out = attend(*arrays)
+            return jnp.sum(out * weights), out
+
+        gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+        return [out, *gradients]
+
+    found = run(lambda *x: attention.self_attention(*x, segments))
+    expected = run(lambda *x: attention._xla(*(y.astype(jnp.float32) for y in x), mask).astype(dtype))
+    assert attention._blocks(length) > 1
+    precision = {"atol": 1e-4} if dtype == "float32" else {"rtol": 0.05, "atol": 0.05}
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), **precision)
+
+
+@pytest.mark.parametrize("policy, products", [("layer", 9), ("dots", 7)])
+def test_what_blocks_keep_under_dots_is_not_computed_again(policy, products):
+    """Two products forward, perhaps once more, the scores for the backward pass, and its four."""
+    arrays = inputs(1, 128, 2, 2, 64)
+    attend = _remat(lambda *x: attention.self_attention(*x, implementation="xla"), policy)
+    assert count(used_program(attend, arrays), "dot_general") == products
 
 
 @pytest.mark.parametrize("length", [300, 384])
@@ -119,11 +164,6 @@ def test_gradients_of_splash_are_those_of_xla():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
 
 
-def count_kernels(jaxpr) -> int:
-    inner = [jaxpr for equation in jaxpr.eqns for jaxpr in jaxprs_in_params(equation.params)]
-    return sum(e.primitive.name == "pallas_call" for e in jaxpr.eqns) + sum(map(count_kernels, inner))
-
-
 @pytest.mark.parametrize("policy, kernels", [("layer", 4), ("dots", 3)])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_splash_keeps_under_dots_is_not_computed_again(policy, kernels, sharded):
@@ -131,9 +171,7 @@ def test_what_splash_keeps_under_dots_is_not_computed_again(policy, kernels, sha
     q, k, v = inputs(2, 128, 2, 2, 128)
     mesh = make_mesh(data=2, tp=2, devices=jax.devices()[:4]) if sharded else None
     attend = _remat(lambda q, k, v: attention._splash(q, k, v, None, mesh, 128, interpret=True), policy)
-    program = jax.make_jaxpr(jax.grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2)))(q, k, v).jaxpr
-    used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    assert count_kernels(used) == kernels
+    assert count(used_program(attend, (q, k, v)), "pallas_call") == kernels
 
 
 _ON_GPU = """
