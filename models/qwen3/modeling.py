@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,8 +38,8 @@ def default_dtype() -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def linear(x: jax.Array, w: jax.Array, preferred_element_type=None) -> jax.Array:
-    """x [..., in] times w [out, in] -> [..., out], in x's type."""
+def linear(x: jax.Array, w: jax.Array, preferred_element_type=None, mesh: Mesh | None = None) -> jax.Array:
+    """x [..., in] times w [out, in] -> [..., out], in x's type; `mesh` is where they lie, where they are sharded."""
     w = w.astype(x.dtype)
     contract = functools.partial(jax.lax.dot_general, preferred_element_type=preferred_element_type)
     if jax.default_backend() != "cpu":
@@ -46,8 +48,8 @@ def linear(x: jax.Array, w: jax.Array, preferred_element_type=None) -> jax.Array
     flat = x.reshape(-1, x.shape[-1])
     if 1 < len(flat) <= _FEW_ROWS:
         product = _few_rows_product(flat, w, preferred_element_type)
-    elif len(w) > w.shape[1] and w.size >= _LARGE and x.dtype == jnp.float32:
-        product = _tall_product(flat, w)
+    elif mesh is None and len(flat) > _FEW_ROWS and w.size >= _LARGE and x.dtype == jnp.float32:
+        product = _many_rows_product(flat, w)
     else:
         product = contract(flat, w, (((1,), (1,)), ((), ())))
     return product.reshape(*x.shape[:-1], w.shape[0])
@@ -78,22 +80,34 @@ _few_rows_product.defvjp(
 
 
 @jax.custom_vjp
-def _tall_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [rows, in] times w [out, in] -> [rows, out] on a CPU, out > in.
+def _many_rows_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [rows, in] times w [out, in] -> [rows, out] on a CPU, for many rows.
 
-    The gradient of w is a sum over rows. XLA is faster where these lie along the rows of the left operand, so x is
-    transposed first, and the result back: 1.07 to 1.15 times as fast on two cores, transpositions included.
+    The gradient of w is a sum over rows. XLA is faster, 1.1 to 1.25 times on two cores, where these lie along the rows
+    of the left operand: x is transposed for it where out > in, and the result back, and the gradient elsewhere.
     """
     return x @ w.T
 
 
-def _tall_product_backward(operands: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _many_rows_backward(operands: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = operands
-    barrier = jax.lax.optimization_barrier  # XLA would fold transpositions into the product
-    return gradient @ w, barrier(barrier(x.T) @ gradient).T
+    if len(w) > w.shape[1]:
+        return gradient @ w, _transposed(_transposed(x) @ gradient)
+    return gradient @ w, _transposed(gradient) @ x
 
 
-_tall_product.defvjp(lambda x, w: (x @ w.T, (x, w)), _tall_product_backward)
+_many_rows_product.defvjp(lambda x, w: (x @ w.T, (x, w)), _many_rows_backward)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    """x.T, in memory, as a pass of its own.
+
+    XLA would fold it into a product or into its elementwise neighbours, which then take six to eight times as long on a
+    CPU as both passes do. A function that may not be inlined, with the layout of its result fixed, prevents that. Over
+    a mesh every device would run it on the whole of x.
+    """
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(lambda x: with_layout_constraint(x.T, Layout((0, 1))))(x)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -274,9 +288,10 @@ class Qwen3(nnx.Module):
     def _layer(self, x, w, angles, attend):
         config, mesh = self.config, self.mesh
         batch, length, _ = x.shape
+        project = functools.partial(linear, mesh=mesh)
 
         def heads(name: str, count: int, axis: str) -> jax.Array:
-            out = linear(h, w[name]).reshape(batch, length, count, config.head_dim)
+            out = project(h, w[name]).reshape(batch, length, count, config.head_dim)
             return constrain(out, mesh, "batch", "length", axis, "head_dim")
 
         h = rms_norm(x, w["input_layernorm"], config.rms_norm_eps)
@@ -286,12 +301,12 @@ class Qwen3(nnx.Module):
         q = rope(rms_norm(q, w["q_norm"], config.rms_norm_eps), *angles)
         k = rope(rms_norm(k, w["k_norm"], config.rms_norm_eps), *angles)
         out = attend(q, k, v).reshape(batch, length, -1).astype(x.dtype)
-        x = x + constrain(linear(out, w["o_proj"]), mesh, "batch", "length", "hidden")
+        x = x + constrain(project(out, w["o_proj"]), mesh, "batch", "length", "hidden")
 
         h = rms_norm(x, w["post_attention_layernorm"], config.rms_norm_eps)
-        inner = jax.nn.silu(linear(h, w["gate_proj"])) * linear(h, w["up_proj"])
+        inner = jax.nn.silu(project(h, w["gate_proj"])) * project(h, w["up_proj"])
         inner = constrain(inner, mesh, "batch", "length", "mlp")
-        return x + constrain(linear(inner, w["down_proj"]), mesh, "batch", "length", "hidden")
+        return x + constrain(project(inner, w["down_proj"]), mesh, "batch", "length", "hidden")
 
     def row_sharding(self, rows: int) -> NamedSharding | None:
         """How a batch of `rows` is spread over the mesh, P(axes); None where all of them lie together."""
@@ -307,7 +322,7 @@ class Qwen3(nnx.Module):
         """float32[..., V] from hidden [..., D]; of the whole (padded) vocabulary. `head` is that of `head()`, which a
         caller with many pieces asks for once."""
         head = self.head() if head is None else head
-        return linear(hidden.astype(self.dtype), head, preferred_element_type=jnp.float32)
+        return linear(hidden.astype(self.dtype), head, preferred_element_type=jnp.float32, mesh=self.mesh)
 
 
 def _remat(layer, policy: str):

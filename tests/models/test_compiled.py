@@ -1,5 +1,6 @@
 """What the compiler makes of the model: work that does not grow with depth, and memory without the logits of a row."""
 
+import re
 import time
 
 import jax
@@ -13,6 +14,7 @@ from envace_jax.sampling import slots
 from envace_jax.sampling.params import slot_sampling
 from models.qwen3 import Qwen3, Qwen3Config
 from models.qwen3.modeling import linear
+from models.qwen3.sharding import make_mesh
 
 
 def abstract_model(layers, vocab_size):
@@ -98,13 +100,24 @@ def test_the_weight_is_the_left_operand_for_few_rows(rows, kept):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the products of a CPU")
-@pytest.mark.parametrize("size, turned", [((1024, 128), True), ((1000, 128), False), ((128, 1024), False)])
-def test_the_gradient_of_a_tall_weight_is_made_the_other_way_round(size, turned):
+@pytest.mark.parametrize(
+    "size, sharded, turned",
+    [
+        ((1024, 128), False, "128,200"),  # the input
+        ((128, 1024), False, "128,200"),  # the gradient
+        ((1024, 128), True, None),
+        ((1000, 128), False, None),
+    ],
+)
+def test_the_gradient_of_a_large_weight_is_a_product_of_what_was_turned_before(size, sharded, turned):
     """And is the same gradient."""
+    mesh = make_mesh(data=2, devices=jax.devices()[:2]) if sharded else None
     x, gradient = jax.random.normal(jax.random.key(0), (2, 100, size[1])), jnp.ones((2, 100, size[0]))
     w = jax.random.normal(jax.random.key(1), size)
-    pull = jax.jit(lambda x, w: jax.vjp(linear, x, w)[1](gradient))
-    assert (f"f32[{size[1]},{size[0]}]" in pull.lower(x, w).compile().as_text()) == turned
+    pull = jax.jit(lambda x, w: jax.vjp(lambda x, w: linear(x, w, mesh=mesh), x, w)[1](gradient))
+    text = pull.lower(x, w).compile().as_text()
+    called = re.findall(r"= f32\[([\d,]+)\]\S* call\(", text)
+    assert called[:1] == ([turned] if turned else [])
     of_x, of_w = pull(x, w)
     np.testing.assert_allclose(of_x, gradient @ w, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(of_w, jnp.einsum("bti,bto->oi", x, gradient), rtol=1e-4, atol=1e-3)
