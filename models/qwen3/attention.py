@@ -83,10 +83,15 @@ def _xla_rows(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | No
         count = math.gcd(len(q), _PIECES) if mesh is None else 1
         pieces = zip(*([None] * count if x is None else jnp.split(x, count) for x in (q, k, v, segments)), strict=True)
         return jnp.concatenate([_xla_blocks(*piece) for piece in pieces])
-    mask = jnp.tril(jnp.ones((length, length), bool))[None]
+    return _xla(q, k, v, _visible(segments, 0, length))
+
+
+def _visible(segments: jax.Array | None, start: int, end: int) -> jax.Array:
+    # bool[B or 1, end - start, end]: which of the keys before `end` the queries from `start` see.
+    mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
     if segments is not None:
-        mask = mask & (segments[:, :, None] == segments[:, None, :])
-    return _xla(q, k, v, mask)
+        mask = mask & (segments[:, start:end, None] == segments[:, None, :end])
+    return mask
 
 
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
@@ -157,10 +162,7 @@ def _xla_blocks(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | 
         end = start + _BLOCK
         scores = jnp.einsum("bkgtd,bksd->bkgts", q[:, :, :, start:end], k[:, :, :end]) / math.sqrt(head_dim)
         scores = scores.astype(jnp.float32)
-        mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
-        if segments is not None:
-            mask = mask & (segments[:, start:end, None] == segments[:, None, :end])
-        scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(_visible(segments, start, end)[:, None, None], scores, jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
         out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, :end])
         blocks.append(out / weights.sum(axis=-1, keepdims=True).astype(out.dtype))
@@ -184,17 +186,14 @@ def _sums_of_blocks(
     # For each piece of the batch and block of queries: values added up by weight [b, Hkv, G, t, Dh], and the weights
     # [b, Hkv, G, t, 1].
     (batch, length, _, head_dim), kv_heads = q.shape, k.shape[2]
-    rows, at = batch // pieces, jnp.arange(length)
+    rows = batch // pieces
     keys, values = (jnp.split(x.swapaxes(1, 2), pieces) for x in (k, v))
     own = [None] * pieces if segments is None else jnp.split(segments, pieces)
     sums = []
     for i, block in enumerate(_split_queries(q / math.sqrt(head_dim), kv_heads, pieces)):
-        piece, first = divmod(i * _BLOCK, length)
-        end = first + _BLOCK
-        visible = (at[first:end, None] >= at[:end])[None]
-        if segments is not None:
-            visible &= own[piece][:, first:end, None] == own[piece][:, None, :end]
-        hidden = jnp.where(visible, 0.0, jnp.finfo(jnp.float32).min / 2)
+        piece, start = divmod(i * _BLOCK, length)
+        end = start + _BLOCK
+        hidden = jnp.where(_visible(own[piece], start, end), 0.0, jnp.finfo(jnp.float32).min / 2)
         block = block.reshape(rows, kv_heads, -1, head_dim)
         scores = jnp.einsum("bkqd,bksd->bkqs", block, keys[piece][:, :, :end], preferred_element_type=jnp.float32)
         scores = scores.reshape(rows, kv_heads, -1, _BLOCK, end) + hidden[:, None, None]

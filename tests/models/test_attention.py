@@ -65,7 +65,7 @@ def test_self_attention_is_causal_within_segments():
 @pytest.mark.parametrize("rows, length, segmented", [(3, 384, True), (2, 256, False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_heads_in_blocks_equal_the_plain_formula(rows, length, segmented, dtype):
-    """Values and gradients, which the backward pass makes from the result; padding gets finite ones."""
+    """Values and gradients, which the backward pass makes from the result."""
     arrays = [jnp.asarray(x, dtype) for x in inputs(rows, length, 4, 2, 64)]
     segments = jnp.asarray(np.repeat([[1, 2, 0]], length // 3, 1).repeat(rows, 0)) if segmented else None
     mask = jnp.asarray(causal(rows, length, None if segments is None else np.asarray(segments)))
